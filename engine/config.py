@@ -1,0 +1,81 @@
+"""What a person can set, as frozen values: the engine's once, a request's per request.
+
+Defaults live here and nowhere else; the command line and the environment read them from these classes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PAGE = 64
+"""Tokens a page: `gather` runs near the copy engine's rate from 64 tokens on, and a fact fits in one or two."""
+
+MODES = ("exact", "recall", "window")
+SCORERS = ("fused", "lexical", "mean", "bounds", "subpage", "token", "mass")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """One engine: a model, a device, and how much of the context each tier holds. Token counts unless named bytes."""
+
+    model: str
+    device: str = "auto"  # auto | cpu | cuda | cuda:N
+    dtype: str = "auto"  # auto | float32 | bfloat16 | float16
+    threads: int | None = None  # CPU threads; None = all that this process may use
+    max_context: int | None = None  # None = the model's trained context, or what host memory holds if that is less
+    kv_capacity: int | None = None  # tokens of the device pool; None = sized from kv_window
+    kv_window: int | None = None  # tokens of working set that size the automatic pool
+    prefill_chunk: int = 1024
+    ring: str = "auto"  # auto | on | off
+    retrieve: str | int = "auto"  # auto | off | a budget in tokens
+    retrieve_share: int = 50  # percent of the pool that the selection may fill
+    neighbor_pages: int = 1  # pages each side of a selected page
+    sink: int = 256
+    query_tail: int = 64
+    scorer: str = "fused"
+    prefill: str = "auto"  # auto | exact | recall | window
+    decode: str = "auto"
+    positions: str = "absolute"  # absolute | compact
+    reuse: bool = True
+    host_memory: str = "auto"  # auto | pinned | pageable
+    host_kv_bytes: int | None = None  # None = what max_context needs
+    device_limit_bytes: int | None = None
+    ram_limit_bytes: int | None = None
+    verify_pages: bool = False
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn. temperature 0 is greedy."""
+
+    max_tokens: int | None = None  # None = what fits, at most 32,768
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None  # None = none; n = the n likeliest beside the chosen one
+
+
+@dataclass(frozen=True)
+class RecallParams:
+    """How one request sees the pages; None takes the engine's setting.
+
+    The last three are the gates' negative controls: they break one thing on purpose and stand in every report.
+    """
+
+    prefill: str | None = None
+    decode: str | None = None
+    scorer: str | None = None
+    budget_pages: int | None = None  # pages of the selection, neighbours included
+    neighbor_pages: int | None = None
+    query_tail: int | None = None
+    explain: bool = False  # keep per page where it was and why it was seen
+    control: str | None = None  # "newest" | "random": what fills the selection's budget instead of scores
+    exclude_tokens: tuple[tuple[int, int], ...] = ()  # token ranges whose pages are never selected
+    seed: int = 0  # of the random control
