@@ -1,0 +1,152 @@
+"""From tensors by name to a decoder's fused weights, one tensor at a time.
+
+Everything is checked against the table before a byte is copied: what is missing, what is left over, what has another
+shape. Then each fused matrix is made once in its final dtype and place and filled part by part, so that the peak is
+the model plus its largest tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.errors import ModelError
+from engine.model.config import ModelConfig
+from engine.model.transformer import LayerWeights, Weights
+from engine.weights.names import layer_names
+from engine.weights.source import WeightSource
+
+Shapes = dict[str, tuple[int, ...]]
+Reshape = Callable[[str, Tensor], Tensor]
+"""(part, tensor) -> the tensor as a Hugging Face file would hold it."""
+
+
+def as_it_is(part: str, tensor: Tensor) -> Tensor:
+    """For a format that already holds what a Hugging Face file would."""
+    return tensor
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one file format names things: top parts, layer parts, ends of names to ignore, and how to read a part."""
+
+    top: dict[str, str]
+    layer: dict[str, str]
+    derived: tuple[str, ...]
+    reshape: Reshape = as_it_is
+
+
+def top_shapes(config: ModelConfig) -> Shapes:
+    """The parts outside the layers that this config has."""
+    shapes = {"embed": (config.vocab, config.hidden), "norm": (config.hidden,)}
+    return shapes if config.tied else {**shapes, "head": (config.vocab, config.hidden)}
+
+
+def layer_shapes(config: ModelConfig) -> Shapes:
+    """The parts of one layer that this config has."""
+    hidden, ffn = config.hidden, config.ffn
+    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    shapes: Shapes = {
+        "attention_norm": (hidden,),
+        "q": (q, hidden),
+        "k": (kv, hidden),
+        "v": (kv, hidden),
+        "o": (hidden, q),
+        "mlp_norm": (hidden,),
+        "gate": (ffn, hidden),
+        "up": (ffn, hidden),
+        "down": (hidden, ffn),
+    }
+    if config.attention_bias:
+        shapes.update(q_bias=(q,), k_bias=(kv,), v_bias=(kv,))
+    if config.output_bias:
+        shapes.update(o_bias=(hidden,))
+    if config.qk_norm:
+        shapes.update(q_norm=(config.head_dim,), k_norm=(config.head_dim,))
+    if config.mlp_bias:
+        shapes.update(gate_bias=(ffn,), up_bias=(ffn,), down_bias=(hidden,))
+    return shapes
+
+
+def assemble(
+    config: ModelConfig, source: WeightSource, layout: Layout, device: torch.device, dtype: torch.dtype
+) -> Weights:
+    """Check the table, then load. Raises ModelError naming the tensor and its file."""
+    _check(config, source, layout)
+
+    def part(name: str, names: dict[str, str]) -> Tensor:
+        return layout.reshape(name, source.read(names[name]))
+
+    def load(names: dict[str, str], *parts: str) -> Tensor:
+        """The parts, stacked by rows, in one fresh tensor."""
+        shapes = [source.shapes[names[name]] for name in parts]
+        rows = sum(shape[0] for shape in shapes)
+        whole = torch.empty((rows, *shapes[0][1:]), dtype=dtype, device=device)
+        for piece, name in zip(whole.split([shape[0] for shape in shapes]), parts, strict=True):
+            piece.copy_(part(name, names))
+        return whole
+
+    def maybe(present: bool, names: dict[str, str], *parts: str) -> Tensor | None:
+        return load(names, *parts) if present else None
+
+    layers = []
+    for index in range(config.layers):
+        names = layer_names(layout.layer, index)
+        layers.append(
+            LayerWeights(
+                attention_norm=load(names, "attention_norm"),
+                qkv=load(names, "q", "k", "v"),
+                o=load(names, "o"),
+                mlp_norm=load(names, "mlp_norm"),
+                gate_up=load(names, "gate", "up"),
+                down=load(names, "down"),
+                qkv_bias=maybe(config.attention_bias, names, "q_bias", "k_bias", "v_bias"),
+                o_bias=maybe(config.output_bias, names, "o_bias"),
+                q_norm=maybe(config.qk_norm, names, "q_norm"),
+                k_norm=maybe(config.qk_norm, names, "k_norm"),
+                gate_up_bias=maybe(config.mlp_bias, names, "gate_bias", "up_bias"),
+                down_bias=maybe(config.mlp_bias, names, "down_bias"),
+            )
+        )
+    embed = load(layout.top, "embed")
+    head = embed if config.tied else load(layout.top, "head")
+    return Weights(embed=embed, layers=tuple(layers), norm=load(layout.top, "norm"), head=head)
+
+
+def _check(config: ModelConfig, source: WeightSource, layout: Layout) -> None:
+    """Every part is there with its shape, and nothing else is."""
+    expected = {layout.top[part]: shape for part, shape in top_shapes(config).items()}
+    for index in range(config.layers):
+        names = layer_names(layout.layer, index)
+        expected.update({names[part]: shape for part, shape in layer_shapes(config).items()})
+    missing = [name for name in expected if name not in source.shapes]
+    if missing:
+        raise ModelError(
+            f"{len(missing)} tensors are missing, the first is {_few(missing)}",
+            "the file is incomplete or its config is of another model: download both again",
+        )
+    for name, shape in expected.items():
+        if source.shapes[name] != shape:
+            raise ModelError(
+                f"tensor '{name}' in {source.where(name)} has shape {list(source.shapes[name])}, "
+                f"the config needs {list(shape)}",
+                "the weights and the config are of different models: download both again",
+            )
+    copy_of_embedding = {layout.top["head"]} if config.tied else set()
+    left = [
+        name
+        for name in source.shapes
+        if name not in expected and name not in copy_of_embedding and not name.endswith(layout.derived)
+    ]
+    if left:
+        raise ModelError(
+            f"{len(left)} tensors of the file have no place in a {config.family} model, the first is {_few(left)}",
+            "the model has parts that this engine doesn't compute, or its config is of another model",
+        )
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(f"'{name}'" for name in names[:3]) + (" ..." if len(names) > 3 else "")

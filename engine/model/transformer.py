@@ -1,0 +1,106 @@
+"""One decoder for every family: embedding, layers, final norm, head. Attention is the caller's.
+
+`forward` hands each layer's q, k and v, un-rotated, to `attend`, because where a key stands is the ring's business, not
+the model's. Weights are plain tensors with q, k, v and gate, up fused: one token on a CPU costs what its matrix calls
+cost, so there are four a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.model.config import ModelConfig
+from engine.ops.norm import rms_norm
+from engine.ops.rope import Rotary
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""attend(layer, q [T, heads, head_dim], k [T, kv_heads, head_dim], v [T, kv_heads, head_dim]) -> [T, heads, head_dim]
+
+q and k are un-rotated (after bias and QK norm). The callee rotates, stores K and V, and attends with
+`Rotary.score_scale`. q, k and v may be views of one tensor: copy what is kept.
+"""
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One layer. Q = heads * head_dim, K = kv_heads * head_dim; all of the model's dtype."""
+
+    attention_norm: Tensor  # [hidden]
+    qkv: Tensor  # [Q + 2K, hidden]
+    o: Tensor  # [hidden, Q]
+    mlp_norm: Tensor  # [hidden]
+    gate_up: Tensor  # [2 * ffn, hidden]
+    down: Tensor  # [hidden, ffn]
+    qkv_bias: Tensor | None = None  # [Q + 2K]
+    o_bias: Tensor | None = None  # [hidden]
+    q_norm: Tensor | None = None  # [head_dim]
+    k_norm: Tensor | None = None  # [head_dim]
+    gate_up_bias: Tensor | None = None  # [2 * ffn]
+    down_bias: Tensor | None = None  # [hidden]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A whole model. `head` is `embed` itself when they are tied."""
+
+    embed: Tensor  # [vocab, hidden]
+    layers: tuple[LayerWeights, ...]
+    norm: Tensor  # [hidden]
+    head: Tensor  # [vocab, hidden]
+
+
+class Transformer:
+    """The forward pass. Holds weights and nothing else; safe to call from any one thread at a time."""
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        self.config = config
+        self.weights = weights
+        self.device = weights.embed.device
+        self.dtype = weights.embed.dtype
+        self.rope = Rotary(config.rope, config.head_dim, self.device)
+        self._parts = [config.heads, config.kv_heads, config.kv_heads]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes on the device; a tied head counts once."""
+        tensors = {id(tensor): tensor for tensor in _tensors(self.weights)}
+        return sum(tensor.nbytes for tensor in tensors.values())
+
+    def forward(self, tokens: Tensor, attend: Attend) -> Tensor:
+        """tokens int64 [T] -> final-normed hidden states [T, hidden] of the model's dtype."""
+        eps = self.config.norm_eps
+        hidden = F.embedding(tokens, self.weights.embed)  # [T, hidden]
+        for index, layer in enumerate(self.weights.layers):
+            q, k, v = self._project(layer, rms_norm(hidden, layer.attention_norm, eps))
+            attended = attend(index, q, k, v).reshape(tokens.shape[0], -1)  # [T, heads * head_dim]
+            hidden = hidden + F.linear(attended, layer.o, layer.o_bias)
+            gate_up = F.linear(rms_norm(hidden, layer.mlp_norm, eps), layer.gate_up, layer.gate_up_bias)
+            gate, up = gate_up.chunk(2, -1)  # each [T, ffn]
+            hidden = hidden + F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
+        return rms_norm(hidden, self.weights.norm, eps)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [N, hidden] -> float32 [N, vocab]. Ask only for the rows that are needed: a row is vocab * 4 bytes."""
+        return F.linear(hidden, self.weights.head).float()
+
+    def _project(self, layer: LayerWeights, x: Tensor) -> list[Tensor]:
+        """x [T, hidden] -> q [T, heads, head_dim], k and v [T, kv_heads, head_dim], after bias and QK norm."""
+        qkv = F.linear(x, layer.qkv, layer.qkv_bias)
+        q, k, v = qkv.view(x.shape[0], -1, self.config.head_dim).split(self._parts, 1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q = rms_norm(q, layer.q_norm, self.config.norm_eps)
+            k = rms_norm(k, layer.k_norm, self.config.norm_eps)
+        return [q, k, v]
+
+
+def _tensors(weights: Weights) -> list[Tensor]:
+    found = [weights.embed, weights.norm, weights.head]
+    for layer in weights.layers:
+        values = (getattr(layer, field.name) for field in fields(layer))
+        found += [value for value in values if isinstance(value, torch.Tensor)]
+    return found

@@ -1,0 +1,59 @@
+"""What each part of a decoder is called in a Hugging Face file and in a GGUF file.
+
+`{}` is the layer's number. A part that a model doesn't have (a bias, a norm of q) has a name all the same; the loader
+asks only for what the config says is there.
+"""
+
+from __future__ import annotations
+
+HF_TOP = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
+HF_LAYER = {
+    "attention_norm": "model.layers.{}.input_layernorm.weight",
+    "q": "model.layers.{}.self_attn.q_proj.weight",
+    "k": "model.layers.{}.self_attn.k_proj.weight",
+    "v": "model.layers.{}.self_attn.v_proj.weight",
+    "o": "model.layers.{}.self_attn.o_proj.weight",
+    "q_bias": "model.layers.{}.self_attn.q_proj.bias",
+    "k_bias": "model.layers.{}.self_attn.k_proj.bias",
+    "v_bias": "model.layers.{}.self_attn.v_proj.bias",
+    "o_bias": "model.layers.{}.self_attn.o_proj.bias",
+    "q_norm": "model.layers.{}.self_attn.q_norm.weight",
+    "k_norm": "model.layers.{}.self_attn.k_norm.weight",
+    "mlp_norm": "model.layers.{}.post_attention_layernorm.weight",
+    "gate": "model.layers.{}.mlp.gate_proj.weight",
+    "up": "model.layers.{}.mlp.up_proj.weight",
+    "down": "model.layers.{}.mlp.down_proj.weight",
+    "gate_bias": "model.layers.{}.mlp.gate_proj.bias",
+    "up_bias": "model.layers.{}.mlp.up_proj.bias",
+    "down_bias": "model.layers.{}.mlp.down_proj.bias",
+}
+
+GGUF_TOP = {"embed": "token_embd.weight", "norm": "output_norm.weight", "head": "output.weight"}
+GGUF_LAYER = {
+    "attention_norm": "blk.{}.attn_norm.weight",
+    "q": "blk.{}.attn_q.weight",
+    "k": "blk.{}.attn_k.weight",
+    "v": "blk.{}.attn_v.weight",
+    "o": "blk.{}.attn_output.weight",
+    "q_bias": "blk.{}.attn_q.bias",
+    "k_bias": "blk.{}.attn_k.bias",
+    "v_bias": "blk.{}.attn_v.bias",
+    "o_bias": "blk.{}.attn_output.bias",
+    "q_norm": "blk.{}.attn_q_norm.weight",
+    "k_norm": "blk.{}.attn_k_norm.weight",
+    "mlp_norm": "blk.{}.ffn_norm.weight",
+    "gate": "blk.{}.ffn_gate.weight",
+    "up": "blk.{}.ffn_up.weight",
+    "down": "blk.{}.ffn_down.weight",
+    "gate_bias": "blk.{}.ffn_gate.bias",
+    "up_bias": "blk.{}.ffn_up.bias",
+    "down_bias": "blk.{}.ffn_down.bias",
+}
+
+HF_DERIVED = ("rotary_emb.inv_freq",)  # ends of names that old checkpoints carry and that are computed, not loaded
+GGUF_DERIVED = ("rope_freqs.weight",)  # read with the config
+
+
+def layer_names(table: dict[str, str], layer: int) -> dict[str, str]:
+    """One layer's part -> tensor name."""
+    return {part: name.format(layer) for part, name in table.items()}
