@@ -20,23 +20,23 @@ from engine.weights.names import layer_names
 from engine.weights.source import WeightSource
 
 Shapes = dict[str, tuple[int, ...]]
-Reshape = Callable[[str, Tensor], Tensor]
-"""(part, tensor) -> the tensor as a Hugging Face file would hold it."""
+Reorder = Callable[[str, Tensor], Tensor]
+"""(part, tensor) -> its rows in the order in which a Hugging Face file holds them."""
 
 
 def as_it_is(part: str, tensor: Tensor) -> Tensor:
-    """For a format that already holds what a Hugging Face file would."""
+    """For a format that already has that order."""
     return tensor
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How one file format names things: top parts, layer parts, ends of names to ignore, and how to read a part."""
+    """How one file format names things: top parts, layer parts, ends of names to ignore, and the order of rows."""
 
     top: dict[str, str]
     layer: dict[str, str]
     derived: tuple[str, ...]
-    reshape: Reshape = as_it_is
+    reorder: Reorder = as_it_is
 
 
 def top_shapes(config: ModelConfig) -> Shapes:
@@ -77,16 +77,17 @@ def assemble(
     """Check the table, then load. Raises ModelError naming the tensor and its file."""
     _check(config, source, layout)
 
-    def part(name: str, names: dict[str, str]) -> Tensor:
-        return layout.reshape(name, source.read(names[name]))
-
     def load(names: dict[str, str], *parts: str) -> Tensor:
         """The parts, stacked by rows, in one fresh tensor."""
         shapes = [source.shapes[names[name]] for name in parts]
         rows = sum(shape[0] for shape in shapes)
         whole = torch.empty((rows, *shapes[0][1:]), dtype=dtype, device=device)
         for piece, name in zip(whole.split([shape[0] for shape in shapes]), parts, strict=True):
-            piece.copy_(part(name, names))
+            for row, block in source.blocks(names[name]):
+                piece[row : row + len(block)] = block
+            ordered = layout.reorder(name, piece)
+            if ordered is not piece:
+                piece.copy_(ordered)
         return whole
 
     def maybe(present: bool, names: dict[str, str], *parts: str) -> Tensor | None:

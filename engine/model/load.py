@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from engine.errors import ModelError
 from engine.model.assemble import Layout, assemble
 from engine.model.config import ModelConfig
+from engine.model.gguf_config import from_gguf
 from engine.model.hf_config import from_hf
 from engine.model.transformer import Transformer
 from engine.text.chat import ChatTemplate
+from engine.text.gguf_text import text_of_gguf
 from engine.text.hf_text import read_json, text_of_folder
 from engine.text.tokenizer import Tokenizer
 from engine.weights import names
+from engine.weights.gguf import MAGIC, GGUFFile
 from engine.weights.safetensors import SafetensorsFolder
 from engine.weights.source import digest_of
 
@@ -40,6 +44,11 @@ def load_model(path: str | Path, device: torch.device | str = "cpu", dtype: torc
         raise ModelError(f"there is no model at {path}", "give a Hugging Face folder or a .gguf file")
     if path.is_dir():
         return _load_folder(path, torch.device(device), dtype)
+    with path.open("rb") as file:
+        if file.read(4) == MAGIC:
+            return _load_gguf(path, torch.device(device), dtype)
+    if path.suffix == ".gguf":
+        raise ModelError(f"{path} doesn't begin as a GGUF file does", "download it again")
     raise ModelError(f"{path} is neither a model folder nor a GGUF file", "give a Hugging Face folder or a .gguf file")
 
 
@@ -52,12 +61,51 @@ def _load_folder(folder: Path, device: torch.device, dtype: torch.dtype) -> Load
     source = SafetensorsFolder(folder)
     tokenizer, chat = text_of_folder(folder, config.bos, config.eos)
     layout = Layout(names.HF_TOP, names.HF_LAYER, names.HF_DERIVED)
+    return _loaded(config, source, layout, tokenizer, chat, folder, device, dtype)
+
+
+def _load_gguf(path: Path, device: torch.device, dtype: torch.dtype) -> LoadedModel:
+    source = GGUFFile(path)
+    divisors = None
+    if "rope_freqs.weight" in source.shapes:
+        divisors = tuple(float(x) for _, block in source.blocks("rope_freqs.weight") for x in block.tolist())
+    config = from_gguf(source.metadata, source.shapes, divisors)
+    tokenizer, chat = text_of_gguf(source.metadata, path.name)
+    layout = Layout(names.GGUF_TOP, names.GGUF_LAYER, names.GGUF_DERIVED)
+    if config.family == "llama":
+        layout = replace(layout, reorder=lambda part, tensor: _unpair(part, tensor, config))
+    return _loaded(config, source, layout, tokenizer, chat, path, device, dtype)
+
+
+def _unpair(part: str, tensor: Tensor, config: ModelConfig) -> Tensor:
+    """Rows of Llama's Q and K from GGUF's order to Hugging Face's.
+
+    llama.cpp rotates neighbouring rows of a head together, Hugging Face row i with row i + head_dim / 2; llama.cpp's
+    converter interleaves the halves of each head (convert_hf_to_gguf.py, `permute`), for biases too.
+    """
+    heads = {"q": config.heads, "k": config.kv_heads}.get(part.removesuffix("_bias"))
+    if heads is None:
+        return tensor
+    return tensor.view(heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+
+
+def _loaded(
+    config: ModelConfig,
+    source: SafetensorsFolder | GGUFFile,
+    layout: Layout,
+    tokenizer: Tokenizer,
+    chat: ChatTemplate | None,
+    path: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> LoadedModel:
+    config = replace(config, eos=tokenizer.eos, bos=tokenizer.bos)
     return LoadedModel(
         transformer=Transformer(config, assemble(config, source, layout, device, dtype)),
         tokenizer=tokenizer,
         chat=chat,
         config=config,
         digest=digest_of(source.files, repr(config).encode()),
-        name=folder.resolve().name,
-        path=folder,
+        name=path.resolve().stem if path.is_file() else path.resolve().name,
+        path=path,
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import mmap
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,15 +57,15 @@ class SafetensorsFolder:
                 self._places[name] = place
         self.shapes = {name: place.shape for name, place in self._places.items()}
 
-    def read(self, name: str) -> Tensor:
-        """A view of the mapped file (copy-on-write: nothing written to it reaches the file)."""
+    def blocks(self, name: str) -> Iterator[tuple[int, Tensor]]:
+        """All rows at once, as a view of the mapped file (copy-on-write: nothing written to it reaches the file)."""
         place = self._places[name]
         if place.file not in self._maps:
             with place.file.open("rb") as file:
                 self._maps[place.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         count = math.prod(place.shape)
         flat = torch.frombuffer(self._maps[place.file], dtype=place.dtype, count=count, offset=place.start)
-        return flat.view(place.shape)
+        yield 0, flat.view(place.shape)
 
     def where(self, name: str) -> str:
         return self._places[name].file.name

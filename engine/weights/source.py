@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -19,8 +19,8 @@ class WeightSource(Protocol):
 
     shapes: dict[str, tuple[int, ...]]
 
-    def read(self, name: str) -> Tensor:
-        """The tensor on the CPU in a floating dtype. It may view the mapped file: copy it, don't keep it."""
+    def blocks(self, name: str) -> Iterator[tuple[int, Tensor]]:
+        """(first row, rows) in order, on the CPU, floating. They may view the mapped file: copy, don't keep."""
         ...
 
     def where(self, name: str) -> str:
