@@ -1,0 +1,57 @@
+"""Which device and dtype to compute with, and how much memory is free there."""
+
+from __future__ import annotations
+
+import os
+
+import psutil
+import torch
+
+from engine.errors import ConfigError
+from engine.kv.budget import Memory
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DEVICE_SHARE = 0.90
+"""Of the free device memory; the driver and other programs want the rest."""
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` is CUDA where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"'{name}' is not a device", "--device auto, cpu, cuda or cuda:1") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("there is no CUDA device, or this torch build is for the CPU", "--device cpu")
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device '{name}' is not supported", "--device cpu or cuda")
+    return device
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto`: bfloat16 on CUDA, float32 on a CPU."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if name not in DTYPES:
+        raise ConfigError(f"dtype '{name}' is not known", f"one of auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def set_threads(threads: int | None) -> None:
+    if threads is not None:
+        if threads < 1:
+            raise ConfigError(f"{threads} threads compute nothing", "--threads 1 or more")
+        torch.set_num_threads(threads)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
+def free_memory(device: torch.device) -> Memory:
+    """Bytes that are free now."""
+    ram = psutil.virtual_memory().available
+    if device.type != "cuda":
+        return Memory(ram)
+    free, _ = torch.cuda.mem_get_info(device)
+    return Memory(ram, int(free * DEVICE_SHARE))

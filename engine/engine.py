@@ -1,0 +1,272 @@
+"""The facade: prepare, count_tokens, generate, logits, stats, audit, close. What is above the engine uses this only."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine import prepare as _prepare
+from engine.audit import audit
+from engine.config import EngineConfig, RecallParams, SamplingParams
+from engine.device import free_memory, resolve_device, resolve_dtype, set_threads
+from engine.errors import EngineError, KVRingError, OutOfMemoryError, RequestError
+from engine.kv.budget import plan_capacity
+from engine.kv.host import HostStore
+from engine.kv.page import KVShape, page_count
+from engine.kv.pool import DevicePool
+from engine.model.load import LoadedModel, load_model
+from engine.ops.attention import SEGMENT
+from engine.prefix import PrefixIndex
+from engine.prepare import Prepared
+from engine.recall.digest import KIND_OF, Digests, digest_token_bytes
+from engine.result import Progress, Result, Token
+from engine.runner import Runner, StepInput
+from engine.scheduler import Chunk, schedule
+from engine.sequence import Sequence
+from engine.session import Session
+from engine.stats import EngineStats
+
+Event = Progress | Token | Result
+
+
+class Engine:
+    """One model over one ring. One request at a time; `generate` from another thread waits its turn."""
+
+    def __init__(self, config: EngineConfig, model: LoadedModel) -> None:
+        """Use `Engine.load`; this form shares a loaded model between engines of different settings."""
+        self.config, self.model = config, model
+        transformer, device = model.transformer, model.transformer.device
+        shape = KVShape(model.config.layers, model.config.kv_heads, model.config.head_dim, transformer.dtype)
+        kind = KIND_OF.get(config.scorer)
+        self.capacity = plan_capacity(
+            config,
+            shape,
+            model.config.trained_context,
+            free_memory(device),
+            weight_bytes=transformer.weight_bytes,
+            digest_token_bytes=digest_token_bytes(kind, shape, device.type) if kind else 0,
+            staging_pages=SEGMENT,
+        )
+        pages = self.capacity.host_pages
+        self._host = HostStore(
+            shape,
+            pages,
+            pin=device.type == "cuda" and config.host_memory != "pageable",
+            verify=config.verify_pages,
+        )
+        pool = DevicePool(shape, self.capacity.pool_pages, pages, device)
+        digests = Digests(shape, pages, device, transformer.rope)
+        self._runner = Runner(
+            transformer, pool, self._host, digests, kind if self.capacity.ring else None, config.positions == "compact"
+        )
+        self._prefix = PrefixIndex()
+        self._live: list[Sequence] = []
+        self._turn = threading.RLock()
+        self._stats = EngineStats()
+        self._closed = False
+
+    @classmethod
+    def load(cls, config: EngineConfig, model: LoadedModel | None = None) -> Engine:
+        """Read the model and reserve the tiers; KVRingError with the numbers and the knob if it can't be served."""
+        device = resolve_device(config.device)
+        set_threads(config.threads)
+        return cls(config, model or load_model(config.model, device, resolve_dtype(config.dtype, device)))
+
+    def count_tokens(self, prompt: str | Seq[Mapping[str, Any]], **template: Any) -> int:
+        """Tokens of a raw text or of messages in the model's template."""
+        return len(_prepare.tokenize(self.model, prompt, self.config.query_tail, **template)[0])
+
+    def prepare(
+        self,
+        prompt: str | Seq[Mapping[str, Any]],
+        sampling: SamplingParams | None = None,
+        recall: RecallParams | None = None,
+        **template: Any,
+    ) -> Prepared:
+        """Tokenise and plan; may refuse (RequestError). No device work. `template`: tools, enable_thinking, ..."""
+        sampling, recall = sampling or SamplingParams(), recall or RecallParams()
+        return _prepare.prepare(self.model, self.config, self.capacity, prompt, sampling, recall, **template)
+
+    def generate(self, prepared: Prepared) -> Iterator[Event]:
+        """Progress while the prompt is computed, then tokens, then the Result. Closing the iterator cancels cleanly."""
+        if prepared.used:
+            raise RequestError("this prepared prompt was used already", "prepare it again")
+        prepared.used = True
+        with self._turn, _memory_errors():
+            self._open_or_raise()
+            session = Session(self._runner, prepared, self.model.tokenizer)
+            self._live.append(session.sequence)
+            try:
+                self._resume(session)
+                yield from self._run(session)
+            finally:
+                self._retire(session)
+
+    def complete(self, prepared: Prepared) -> Result:
+        """`generate` to its end, only the Result."""
+        *_, result = self.generate(prepared)
+        return result
+
+    def logits(self, tokens: Seq[int], recall: RecallParams | None = None) -> Tensor:
+        """float32 [len(tokens), vocab]: the logits of every position under the engine's settings (and `recall`'s)."""
+        if not len(tokens):
+            raise RequestError("there are no tokens to score", "give at least one")
+        if len(tokens) > self.capacity.context:
+            raise RequestError(
+                f"{len(tokens):,} tokens exceed the context of {self.capacity.context:,}",
+                f"--max-context {len(tokens)}",
+            )
+        params = SamplingParams(max_tokens=1)
+        settings = _prepare.prepare(self.model, self.config, self.capacity, "a", params, recall or RecallParams())
+        settings.tokens, settings.query = list(tokens), (len(tokens), len(tokens))
+        with self._turn, _memory_errors():
+            self._open_or_raise()
+            session = Session(self._runner, settings, self.model.tokenizer)
+            self._live.append(session.sequence)
+            try:
+                rows = [self._step(session, chunk, "all") for chunk in self._chunks(session, 0)]
+            finally:
+                self._live.remove(session.sequence)
+                self._runner.release(session.sequence.pages)
+        return torch.cat(rows)
+
+    def adopt(self, other: Engine, tokens: Seq[int], prepared: Prepared) -> int:
+        """Copy what `other` holds of the prefix `tokens`, as `prepared` may resume it; the tokens that came along.
+
+        For gates: one prefilled conversation under several pools. Byte for byte; both engines must share the model.
+        """
+        if other.model is not self.model:
+            raise EngineError("only an engine of the same loaded model can be adopted from")
+        pages, tags = other._prefix.match(list(tokens), Session.accepts(prepared))
+        self._make_room(len(pages))
+        fresh = self._host.allocate(len(pages))
+        self._host.data[fresh] = other._host.data[pages]
+        self._host.seal(fresh)
+        kept = self._prefix.publish(list(tokens)[: len(tags) * 64], fresh, tags)
+        self._runner.release([page for page in fresh if page not in set(kept)])
+        return len(pages) * 64
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the start and what is where now; plain numbers and strings."""
+        runner = self._runner
+        runner.transfer.settle()
+        return self._stats.snapshot(self, runner, len(self._prefix))
+
+    def audit(self, deep: bool = False) -> dict[str, int]:
+        """Check the invariants of kv/page.py; AuditError names each that does not hold. `deep` compares bytes."""
+        with self._turn:
+            if deep:
+                self._runner.transfer.settle(wait=True)
+            return audit(self._runner, self._live, self._prefix, deep)
+
+    def forget(self) -> None:
+        """Drop every checkpoint: the next turn starts cold."""
+        with self._turn:
+            self._runner.release(self._prefix.evict(len(self._prefix), self._host.references))
+
+    def close(self) -> None:
+        """Free both tiers. Further requests are refused."""
+        with self._turn:
+            if not self._closed:
+                self._closed = True
+                self._runner.transfer.settle(wait=True)
+                self._host.close()
+
+    def _open_or_raise(self) -> None:
+        if self._closed:
+            raise EngineError("the engine is closed", "load it again")
+
+    def _resume(self, session: Session) -> None:
+        """Take the longest checkpoint that this request accepts; at least one token is always computed."""
+        if not self.config.reuse:
+            return
+        tokens = session.prepared.tokens
+        pages, tags = self._prefix.match(tokens[:-1], Session.accepts(session.prepared))
+        self._host.retain(pages)
+        session.resume(pages, tags)
+
+    def _chunks(self, session: Session, resume: int) -> list[Chunk]:
+        prepared = session.prepared
+        return schedule(
+            prepared.plan,
+            resume,
+            prepared.query[0],
+            len(prepared.tokens),
+            prepared.budget.pool,
+            self.config.prefill_chunk,
+        )
+
+    def _run(self, session: Session) -> Iterator[Event]:
+        prepared = session.prepared
+        total = len(prepared.tokens)
+        chunks = self._chunks(session, session.cached)
+        logits = None
+        yield Progress(session.cached, total, chunks[0].mode)
+        for chunk in chunks:
+            logits = self._step(session, chunk, "last" if chunk.end == total else "none")
+            yield Progress(chunk.end, total, chunk.mode)
+        session.prefilled()
+        while True:
+            token = session.draw(logits[-1])
+            yield token
+            if session.finish is not None:
+                break
+            logits = self._advance(session, (token.id,), prepared.plan.decode)
+        result = session.result()
+        self._stats.count(result)
+        yield result
+
+    def _step(self, session: Session, chunk: Chunk, rows: str) -> Tensor | None:
+        session.enter(chunk)
+        tokens = tuple(session.prepared.tokens[chunk.start : chunk.end])
+        return self._advance(session, tokens, chunk.mode, rows, chunk.observe)
+
+    def _advance(
+        self, session: Session, tokens: tuple[int, ...], mode: str, rows: str = "last", observe: bool = False
+    ) -> Tensor | None:
+        sequence = session.sequence
+        self._make_room(page_count(sequence.length + len(tokens)) - len(sequence.pages))
+        prepared = session.prepared
+        return self._runner.step(
+            StepInput(
+                sequence, tokens, mode, prepared.budget, session.recall, session.trace, rows, observe, prepared.explain
+            )
+        )
+
+    def _make_room(self, pages: int) -> None:
+        short = pages - self._host.free_pages
+        if short > 0:
+            self._runner.release(self._prefix.evict(short, self._host.references))
+
+    def _retire(self, session: Session) -> None:
+        """Publish the closed pages as a checkpoint and let go of the rest; also after a cancel or an error."""
+        sequence = session.sequence
+        self._live.remove(sequence)
+        if self.config.reuse:
+            self._runner.transfer.settle(wait=True)
+            self._host.retain(self._prefix.publish(sequence.tokens, sequence.pages[: sequence.closed], sequence.tags))
+        self._runner.release(sequence.pages)
+
+
+class _memory_errors:
+    """Out of memory inside a request becomes an OutOfMemoryError; the request's pages are freed by then."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        if error is None or isinstance(error, KVRingError):
+            return
+        text = str(error)
+        if isinstance(error, MemoryError | torch.cuda.OutOfMemoryError) or "can't allocate memory" in text:
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            raise OutOfMemoryError(
+                f"memory ran out inside the request: {text.splitlines()[0] if text else 'no detail'}",
+                "lower --prefill-chunk or --kv-capacity, or free memory; the engine serves on",
+            ) from error

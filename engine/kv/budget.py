@@ -1,0 +1,221 @@
+"""How many pages each tier holds and how a window is shared out. Pure arithmetic; refuses with the numbers.
+
+automatic pool = window/64 + prefill chunk/64 + 8 pages of slack
+host           >= pages of the longest context, when the ring is on
+device         = weights + pool + digests + staging
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.config import PAGE, EngineConfig
+from engine.errors import ConfigError
+from engine.kv.page import KVShape, page_count
+from engine.units import GIB, format_bytes
+
+WORKING = 4
+"""Pages beyond the window: room to bring pages in before others go."""
+SLACK = 8
+DEFAULT_WINDOW = 16384
+RAM_HEADROOM = GIB
+"""Host memory that is left alone: a recipe that left 0.5 GB free killed machines."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What is free when the engine starts, in bytes. `device` None: the device is the host (CPU)."""
+
+    ram: int
+    device: int | None = None
+
+
+@dataclass(frozen=True)
+class WindowBudget:
+    """Pages of the pool by purpose: sink + selection + recent + free = pool. The open page counts as recent."""
+
+    pool: int
+    sink: int
+    selection: int
+    recent: int
+    free: int
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """The sizes an engine is built with."""
+
+    context: int  # tokens
+    logical_pages: int
+    pool_pages: int
+    host_pages: int
+    ring: bool  # the pool may be smaller than the context
+    window: WindowBudget
+    weight_bytes: int
+    pool_bytes: int
+    host_bytes: int
+    digest_bytes: int
+    staging_bytes: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def device_bytes(self) -> int:
+        return self.weight_bytes + self.pool_bytes + self.digest_bytes + self.staging_bytes
+
+
+def share_window(pool: int, sink_tokens: int, share: int, chunk_tokens: int, retrieve: str | int) -> WindowBudget:
+    """Split `pool` pages; ConfigError when sink, open page, chunk and working pages do not fit in it."""
+    sink = -(-sink_tokens // PAGE)
+    chunk = -(-chunk_tokens // PAGE)
+    least = sink + 1 + chunk + WORKING
+    if pool < least:
+        raise ConfigError(
+            f"a pool of {pool} pages ({pool * PAGE:,} tokens) is too small: sink {sink} + open 1 + chunk {chunk} + "
+            f"working {WORKING} = {least} pages",
+            f"--kv-capacity {least * PAGE} or more, or a smaller --sink or --prefill-chunk",
+        )
+    room = pool - sink - 1 - WORKING
+    if retrieve == "off":
+        selection = 0
+    elif isinstance(retrieve, int):
+        selection = -(-retrieve // PAGE)
+        if selection > room:
+            raise ConfigError(
+                f"a recall budget of {retrieve:,} tokens is {selection} pages; the pool of {pool} has room for {room}",
+                f"--retrieve {room * PAGE} or less, or a larger --kv-capacity",
+            )
+    else:
+        selection = min(pool * share // 100, room)
+    return WindowBudget(pool, sink, selection, pool - sink - selection - WORKING, WORKING)
+
+
+def plan_capacity(
+    config: EngineConfig,
+    shape: KVShape,
+    trained_context: int,
+    memory: Memory,
+    *,
+    weight_bytes: int,
+    digest_token_bytes: int,
+    staging_pages: int,
+) -> Capacity:
+    """The sizes for `config` on a machine with `memory` free, or a ConfigError that names what fell short and the knob."""
+    notes: list[str] = []
+    ram = min(memory.ram, config.ram_limit_bytes) if config.ram_limit_bytes else memory.ram
+    ram_room = max(0, ram - RAM_HEADROOM)
+    host_room = min(ram_room, config.host_kv_bytes) if config.host_kv_bytes else ram_room
+    context = _context(config, shape, trained_context, host_room, notes)
+    logical = page_count(context)
+    pool = _pool_pages(config, logical)
+    ring = pool < logical
+    if config.ring == "off" and ring:
+        raise ConfigError(
+            f"the ring is off and a pool of {pool} pages ({pool * PAGE:,} tokens) can't hold the context of "
+            f"{context:,} tokens ({logical} pages)",
+            f"--ring auto, or --kv-capacity {logical * PAGE}, or --max-context {pool * PAGE}",
+        )
+    host = logical if config.host_kv_bytes is None else config.host_kv_bytes // shape.page_bytes
+    if host < logical:
+        raise ConfigError(
+            f"a host store of {format_bytes(config.host_kv_bytes)} holds {host} pages, the context of {context:,} tokens "
+            f"needs {logical} ({format_bytes(logical * shape.page_bytes)})",
+            f"--host-kv-gib {logical * shape.page_bytes / GIB:.2f} or more, or --max-context {host * PAGE}",
+        )
+    host_bytes = host * shape.page_bytes
+    if host_bytes > ram_room:
+        fits = ram_room // shape.page_bytes * PAGE
+        raise ConfigError(
+            f"the host store for {context:,} tokens needs {format_bytes(host_bytes)}; {format_bytes(ram)} of RAM is free "
+            f"and {format_bytes(RAM_HEADROOM)} of it is left to the system",
+            f"--max-context {fits} is the largest that fits",
+        )
+    # A pool that holds the whole context shares it out too, should a smaller request budget be asked for.
+    chunk = min(config.prefill_chunk, context)
+    if ring:
+        window = share_window(pool, config.sink, config.retrieve_share, chunk, config.retrieve)
+    else:
+        window = WindowBudget(pool, min(-(-config.sink // PAGE), pool), 0, pool, 0)
+    capacity = Capacity(
+        context=context,
+        logical_pages=logical,
+        pool_pages=pool,
+        host_pages=host,
+        ring=ring,
+        window=window,
+        weight_bytes=weight_bytes,
+        pool_bytes=pool * shape.page_bytes,
+        host_bytes=host_bytes,
+        digest_bytes=host * PAGE * digest_token_bytes if ring else 0,
+        staging_bytes=2 * staging_pages * shape.layer_page_bytes,
+        notes=tuple(notes),
+    )
+    _check_device(config, shape, memory, capacity)
+    return capacity
+
+
+def _context(config: EngineConfig, shape: KVShape, trained: int, host_room: int, notes: list[str]) -> int:
+    largest = max(PAGE, host_room // shape.page_bytes * PAGE)
+    if config.max_context is None:
+        if trained > largest:
+            notes.append(f"context {largest:,} tokens: host memory holds no more of the model's {trained:,}")
+        return min(trained, largest)
+    if config.max_context < 1:
+        raise ConfigError(f"a context of {config.max_context} tokens holds nothing", "--max-context 4096, say")
+    if config.max_context > trained and config.positions == "absolute":
+        raise ConfigError(
+            f"a context of {config.max_context:,} tokens is beyond the {trained:,} that the model was trained on, and "
+            "positions are absolute",
+            f"--max-context {trained}, or --positions compact (the window is packed from 0)",
+        )
+    return config.max_context
+
+
+def _pool_pages(config: EngineConfig, logical: int) -> int:
+    if config.kv_capacity is not None:
+        pages = config.kv_capacity // PAGE
+        if pages < 1:
+            raise ConfigError(
+                f"a pool of {config.kv_capacity} tokens holds no page of {PAGE}", "--kv-capacity 4032, say"
+            )
+        return min(pages, logical)
+    if config.ring == "off":
+        return logical
+    window = config.kv_window or DEFAULT_WINDOW
+    return min(-(-window // PAGE) + -(-config.prefill_chunk // PAGE) + SLACK, logical)
+
+
+def _check_device(config: EngineConfig, shape: KVShape, memory: Memory, capacity: Capacity) -> None:
+    limit = memory.device if memory.device is not None else None
+    if config.device_limit_bytes is not None:
+        limit = min(limit, config.device_limit_bytes) if limit is not None else config.device_limit_bytes
+    if limit is None:
+        if capacity.host_bytes + capacity.device_bytes - capacity.weight_bytes > memory.ram - RAM_HEADROOM:
+            raise ConfigError(
+                f"pool {format_bytes(capacity.pool_bytes)} + host store {format_bytes(capacity.host_bytes)} + digests "
+                f"{format_bytes(capacity.digest_bytes)} exceed the {format_bytes(memory.ram)} of RAM that is free, "
+                f"{format_bytes(RAM_HEADROOM)} of it left to the system",
+                _smaller_context(shape, capacity, memory.ram - RAM_HEADROOM),
+            )
+        return
+    if capacity.device_bytes > limit:
+        raise ConfigError(
+            f"weights {format_bytes(capacity.weight_bytes)} + pool {format_bytes(capacity.pool_bytes)} + digests "
+            f"{format_bytes(capacity.digest_bytes)} + staging {format_bytes(capacity.staging_bytes)} = "
+            f"{format_bytes(capacity.device_bytes)} exceed the device's {format_bytes(limit)}",
+            _smaller_device(shape, capacity, limit),
+        )
+
+
+def _smaller_context(shape: KVShape, capacity: Capacity, room: int) -> str:
+    per_page = shape.page_bytes + capacity.digest_bytes // max(1, capacity.host_pages)
+    pages = (room - capacity.pool_bytes - capacity.staging_bytes) // per_page
+    return f"--max-context {max(0, pages) * PAGE} is the largest that fits" if pages > 0 else "a smaller --kv-capacity"
+
+
+def _smaller_device(shape: KVShape, capacity: Capacity, limit: int) -> str:
+    fixed = capacity.weight_bytes + capacity.staging_bytes
+    pool = (limit - fixed - capacity.digest_bytes) // shape.page_bytes
+    least = capacity.window.sink + 1 + WORKING
+    if pool > least:
+        return f"--kv-capacity {pool * PAGE} is the largest pool that fits"
+    return f"the weights and digests alone take {format_bytes(fixed + capacity.digest_bytes)}: a smaller model or --max-context"

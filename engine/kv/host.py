@@ -1,0 +1,123 @@
+"""The host store: every page of every sequence, without loss. It is the truth; the pool is a cache of it.
+
+A page id is reserved when a page opens, so closing it can't fail for want of room. Ids are counted references:
+a page that two sequences share, or that a checkpoint keeps, is stored once and freed by the last who lets go.
+"""
+
+from __future__ import annotations
+
+import mmap
+import zlib
+
+import numpy as np
+import torch
+
+from engine.errors import EngineError, RequestError
+from engine.kv.page import KVShape
+from engine.units import GIB, format_bytes
+
+_PIN_PIECE = GIB  # pinned piece by piece, so that a budget which ends half-way leaves the rest pageable
+
+
+class HostStore:
+    """`data`: [page, layer, k|v, kv_head, 64, head_dim] in ordinary or pinned memory."""
+
+    def __init__(self, shape: KVShape, pages: int, *, pin: bool = False, verify: bool = False) -> None:
+        self.shape, self.pages = shape, pages
+        count = pages * shape.page_bytes // shape.dtype.itemsize
+        try:
+            self._memory = mmap.mmap(-1, count * shape.dtype.itemsize)
+        except (OSError, ValueError, OverflowError) as error:
+            need = format_bytes(pages * shape.page_bytes)
+            raise EngineError(
+                f"the host store of {need} could not be reserved: {error}", "lower --max-context"
+            ) from error
+        self.data = torch.frombuffer(self._memory, dtype=shape.dtype, count=count).view(
+            pages, shape.layers, *shape.layer_page
+        )
+        self.references = np.zeros(pages, dtype=np.int32)
+        self.replica = np.zeros(pages, dtype=bool)  # True once the whole page has been copied here
+        self._free = list(range(pages - 1, -1, -1))
+        self._checksum = np.zeros((pages, shape.layers), dtype=np.uint32) if verify else None
+        self.pinned_bytes = self._pin() if pin else 0
+
+    def _pin(self) -> int:
+        """Register the store with the driver, piece by piece; bytes that could be pinned."""
+        runtime, pinned = torch.cuda.cudart(), 0
+        total = self.data.numel() * self.data.element_size()
+        for start in range(0, total, _PIN_PIECE):
+            size = min(_PIN_PIECE, total - start)
+            if int(runtime.cudaHostRegister(self.data.data_ptr() + start, size, 0)) != 0:
+                break
+            pinned += size
+        return pinned
+
+    @property
+    def free_pages(self) -> int:
+        return len(self._free)
+
+    @property
+    def bytes(self) -> int:
+        return self.pages * self.shape.page_bytes
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` fresh page ids, each with one reference. Consecutive where the store allows: reads stream better."""
+        if count > len(self._free):
+            raise RequestError(
+                f"the host store has {len(self._free)} free pages of {self.pages}, the request needs {count} more",
+                "raise --max-context or --host-kv-gib, or wait until another conversation ends",
+            )
+        pages = [self._free.pop() for _ in range(count)]
+        self.references[pages] = 1
+        return pages
+
+    def retain(self, pages: list[int]) -> None:
+        for page in pages:
+            if self.references[page] == 0:
+                raise EngineError(f"page {page} was retained after it had been freed")
+            self.references[page] += 1
+
+    def release(self, pages: list[int]) -> list[int]:
+        """Let go of one reference each; the ids that nobody holds any more (their slots must be dropped too)."""
+        freed = []
+        for page in pages:
+            if self.references[page] == 0:
+                raise EngineError(f"page {page} was released more often than it was held")
+            self.references[page] -= 1
+            if self.references[page] == 0:
+                self.replica[page] = False
+                freed.append(page)
+        self._free.extend(sorted(freed, reverse=True))
+        return freed
+
+    def seal(self, pages: list[int]) -> None:
+        """The copy of these pages is complete: they are replicas from now on."""
+        if self._checksum is not None:
+            for page in pages:
+                self._checksum[page] = [
+                    zlib.crc32(_bytes(self.data[page, layer])) for layer in range(self.shape.layers)
+                ]
+        self.replica[pages] = True
+
+    def check(self, layer: int, page: int, fetched: torch.Tensor) -> None:
+        """With `--verify-pages`: what the device got of one layer of a page is what was stored, or an EngineError."""
+        if self._checksum is not None and zlib.crc32(_bytes(fetched)) != self._checksum[page, layer]:
+            raise EngineError(
+                f"page {page} of layer {layer} came back changed from the host store",
+                "restart; check the machine's RAM",
+            )
+
+    @property
+    def verifies(self) -> bool:
+        return self._checksum is not None
+
+    def close(self) -> None:
+        if self.pinned_bytes:
+            runtime, total = torch.cuda.cudart(), self.pinned_bytes
+            for start in range(0, total, _PIN_PIECE):
+                runtime.cudaHostUnregister(self.data.data_ptr() + start)
+        self.pinned_bytes = 0
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().cpu().view(torch.uint8).numpy().tobytes()

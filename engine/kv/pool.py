@@ -1,0 +1,85 @@
+"""The device pool: slots that cache pages, each layer for itself. Dropping a page from it is free and can't fail.
+
+`slot_of[layer, page]` is the only map from pages to slots; `page_in[layer, slot]` is its inverse. A pinned page (open,
+or with a copy to the host under way) is never a victim; nor is a page used in the step that is running.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from engine.errors import EngineError
+from engine.kv.page import KVShape
+
+
+class DevicePool:
+    """`data`: [layer, slot, k|v, kv_head, 64, head_dim] on the device; the tables are host-side (torch backend)."""
+
+    def __init__(self, shape: KVShape, slots: int, pages: int, device: torch.device) -> None:
+        self.shape, self.slots = shape, slots
+        self.data = torch.zeros(shape.layers, slots, *shape.layer_page, dtype=shape.dtype, device=device)
+        self.slot_of = np.full((shape.layers, pages), -1, dtype=np.int32)
+        self.page_in = np.full((shape.layers, slots), -1, dtype=np.int32)
+        self.last_used = np.zeros((shape.layers, slots), dtype=np.int64)
+        self.pinned = np.zeros(pages, dtype=bool)
+        self.tick = 0
+
+    @property
+    def bytes(self) -> int:
+        return self.data.numel() * self.data.element_size()
+
+    def begin_step(self) -> None:
+        """A new step: what earlier steps used may be a victim again."""
+        self.tick += 1
+
+    def touch(self, layer: int, pages: np.ndarray) -> np.ndarray:
+        """Mark resident pages as used in this step; the pages among them that are not resident."""
+        slots = self.slot_of[layer, pages]
+        self.last_used[layer, slots[slots >= 0]] = self.tick
+        return pages[slots < 0]
+
+    def place(self, layer: int, pages: np.ndarray) -> np.ndarray:
+        """Slots for pages that have none: free ones first, then those of the pages least recently used. int32 [n]."""
+        if len(pages) == 0:
+            return np.empty(0, dtype=np.int32)
+        held = self.page_in[layer]
+        age = np.where(held < 0, -1, self.last_used[layer])
+        blocked = (age == self.tick) | ((held >= 0) & self.pinned[held])
+        age = np.where(blocked, np.iinfo(np.int64).max, age)
+        if self.slots - int(blocked.sum()) < len(pages):
+            raise EngineError(
+                f"layer {layer}: {len(pages)} pages need slots and only {self.slots - int(blocked.sum())} of "
+                f"{self.slots} may be reused",
+                "raise --kv-capacity",
+            )
+        slots = np.argsort(age, kind="stable")[: len(pages)].astype(np.int32)
+        old = held[slots]
+        self.slot_of[layer, old[old >= 0]] = -1
+        self.page_in[layer, slots] = pages
+        self.slot_of[layer, pages] = slots
+        self.last_used[layer, slots] = self.tick
+        return slots
+
+    def drop(self, pages: list[int]) -> None:
+        """Forget these pages in every layer: their ids are free or their contents void."""
+        if not pages:
+            return
+        ids = np.asarray(pages)
+        for layer in range(self.shape.layers):
+            slots = self.slot_of[layer, ids]
+            self.page_in[layer, slots[slots >= 0]] = -1
+            self.slot_of[layer, ids] = -1
+        self.pinned[ids] = False
+
+    def resident(self, layer: int, pages: np.ndarray) -> np.ndarray:
+        """bool [n]: which of `pages` have a slot in `layer`."""
+        return self.slot_of[layer, pages] >= 0
+
+    def read(self, layer: int, pages: np.ndarray) -> torch.Tensor:
+        """[n, k|v, kv_head, 64, head_dim] of resident pages, in the order given."""
+        slots = self.slot_of[layer, pages]
+        if (slots < 0).any():
+            raise EngineError(f"layer {layer}: pages {pages[slots < 0].tolist()} were read before they were resident")
+        index = torch.from_numpy(slots.astype(np.int64)).to(self.data.device)
+        return self.data[layer].index_select(0, index)

@@ -1,0 +1,152 @@
+"""Attention over pages, segment by segment; the torch reference of every kernel that will do it faster.
+
+A key is stored rotated by its offset in the page only. Its page's base position stands in the *query*: few rows rotate
+the query once per page (`_few_rows`), many rows rotate the staged keys by their bases instead (`_many_rows`).
+Partial results merge by their log-sum-exp, always in the same order and over segments of the same size, so the
+result depends on which pages are seen and not on where they were.
+
+q is [T, heads, head_dim], rotated to its offset from `origin`, the base position of the chunk's first own page.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from engine.config import PAGE
+from engine.ops.rope import Rotary
+
+SEGMENT = 64
+"""Pages a segment: 4,096 keys, long enough for a flash kernel, short enough to stage twice."""
+
+_FEW = 8
+"""Query rows up to which turning the query beats turning the keys."""
+
+
+class PartialAttention:
+    """out [T, heads, head_dim] float32 and its log-sum-exp [T, heads], growing segment by segment."""
+
+    def __init__(self, rope: Rotary, q: Tensor, kv_heads: int) -> None:
+        self.rope, self.q, self.kv_heads = rope, q, kv_heads
+        self.out: Tensor | None = None
+        self.lse: Tensor | None = None
+
+    def add(self, kv: Tensor, deltas: Tensor, first_row: int | None = None) -> None:
+        """One segment: kv [n, 2, kv_head, 64, head_dim]; deltas [n]: origin minus each page's base position.
+
+        first_row None: every row sees every key. Else these are the chunk's own pages: row r is key `first_row + r`
+        of the segment and sees the keys up to itself.
+        """
+        rows = _few_rows if self.q.shape[0] <= _FEW else _many_rows
+        self._merge(*rows(self.rope, self.q, kv, deltas, first_row))
+
+    def _merge(self, out: Tensor, lse: Tensor) -> None:
+        """Flash-decoding's merge: weights exp(lse - max), as in arXiv 2205.14135, section 3."""
+        if self.out is None:
+            self.out, self.lse = out, lse
+            return
+        total = torch.logaddexp(self.lse, lse)
+        old, new = torch.exp(self.lse - total), torch.exp(lse - total)
+        self.out = self.out * old.unsqueeze(-1) + out * new.unsqueeze(-1)
+        self.lse = total
+
+    def result(self) -> Tensor:
+        """[T, heads, head_dim] in the query's dtype."""
+        return self.out.to(self.q.dtype)
+
+
+def _few_rows(rope: Rotary, q: Tensor, kv: Tensor, deltas: Tensor, first_row: int | None) -> tuple[Tensor, Tensor]:
+    """Rotate the query once per page; keys are read as they lie."""
+    rows, heads, dim = q.shape
+    pages, _, kv_heads, _, _ = kv.shape
+    group = heads // kv_heads
+    turned = turn_query(rope, q, deltas)  # [n, T, heads, dim]
+    turned = (
+        turned.view(pages, rows, kv_heads, group, dim)
+        .permute(0, 2, 1, 3, 4)
+        .reshape(pages, kv_heads, rows * group, dim)
+    )
+    scores = (turned @ kv[:, 0].transpose(-1, -2)).float() * rope.score_scale  # [n, kv_head, T*group, 64]
+    if first_row is not None:
+        scores = scores.masked_fill(_future(pages, rows, first_row, group, q.device), -math.inf)
+    peak = scores.amax(dim=(0, 3), keepdim=True)
+    weights = torch.exp(scores - peak)
+    norm = weights.sum(dim=(0, 3))  # [kv_head, T*group]
+    out = (weights.to(kv.dtype) @ kv[:, 1]).float().sum(0) / norm.unsqueeze(-1)
+    lse = norm.log() + peak[0, :, :, 0]
+    out = out.view(kv_heads, rows, group, dim).transpose(0, 1).reshape(rows, heads, dim)
+    return out, lse.view(kv_heads, rows, group).transpose(0, 1).reshape(rows, heads)
+
+
+def _future(pages: int, rows: int, first_row: int, group: int, device: torch.device) -> Tensor:
+    """bool [n, 1, T*group, 64]: keys that lie after the row."""
+    key = torch.arange(pages * PAGE, device=device).view(pages, 1, 1, PAGE)
+    row = (first_row + torch.arange(rows, device=device)).repeat_interleave(group).view(1, 1, rows * group, 1)
+    return key > row
+
+
+def turn_query(rope: Rotary, q: Tensor, deltas: Tensor) -> Tensor:
+    """[n, T, heads, head_dim]: the query as each page sees it, rotated by (origin - base of the page)."""
+    return rope.rotate(q.unsqueeze(0).expand(len(deltas), *q.shape).flatten(1, 2), deltas).view(len(deltas), *q.shape)
+
+
+def _many_rows(rope: Rotary, q: Tensor, kv: Tensor, deltas: Tensor, first_row: int | None) -> tuple[Tensor, Tensor]:
+    """Rotate the keys of each page by its base (relative to the chunk's) and run one flash kernel."""
+    pages, _, kv_heads, _, dim = kv.shape
+    keys = rope.rotate(kv[:, 0].reshape(pages, kv_heads * PAGE, dim), -deltas)
+    keys = keys.view(pages, kv_heads, PAGE, dim).transpose(0, 1).reshape(kv_heads, pages * PAGE, dim)
+    values = kv[:, 1].transpose(0, 1).reshape(kv_heads, pages * PAGE, dim)
+    if first_row is None:
+        return flash(q, keys, values, None, rope.score_scale)
+    length = first_row + q.shape[0]
+    return flash(q, keys[:, :length], values[:, :length], first_row, rope.score_scale)
+
+
+def flash(q: Tensor, keys: Tensor, values: Tensor, first_row: int | None, scale: float) -> tuple[Tensor, Tensor]:
+    """q [T, heads, dim], keys and values [kv_head, S, dim] -> out float32 [T, heads, dim], lse [T, heads].
+
+    first_row None: every row sees every key; else row r sees keys 0..first_row + r.
+    """
+    if q.device.type == "cpu":
+        return _flash_cpu(q, keys, values, first_row, scale)
+    return attend_reference(q, keys, values, first_row, scale)
+
+
+def _flash_cpu(q: Tensor, keys: Tensor, values: Tensor, first_row: int | None, scale: float) -> tuple[Tensor, Tensor]:
+    mask = None
+    if first_row:
+        row = first_row + torch.arange(q.shape[0]).view(-1, 1)
+        mask = torch.zeros(q.shape[0], keys.shape[1], dtype=q.dtype)
+        mask.masked_fill_(torch.arange(keys.shape[1]).view(1, -1) > row, -math.inf)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q.transpose(0, 1).unsqueeze(0),
+        keys.unsqueeze(0),
+        values.unsqueeze(0),
+        0.0,
+        first_row == 0,
+        attn_mask=mask,
+        scale=scale,
+    )
+    return out[0].transpose(0, 1).float(), lse[0].transpose(0, 1)
+
+
+def attend_reference(
+    q: Tensor, keys: Tensor, values: Tensor, first_row: int | None, scale: float, rows: int = 256
+) -> tuple[Tensor, Tensor]:
+    """The plain formula in float32, `rows` query rows at a time. Same arguments and results as `flash`."""
+    group = q.shape[1] // keys.shape[0]
+    keys = keys.float().repeat_interleave(group, 0)  # [heads, S, dim]
+    values = values.float().repeat_interleave(group, 0)
+    outs, lses = [], []
+    for start in range(0, q.shape[0], rows):
+        part = q[start : start + rows].float().transpose(0, 1)  # [heads, t, dim]
+        scores = (part @ keys.transpose(1, 2)) * scale
+        if first_row is not None:
+            row = first_row + start + torch.arange(part.shape[1], device=q.device).view(-1, 1)
+            scores = scores.masked_fill(torch.arange(keys.shape[1], device=q.device).view(1, -1) > row, -math.inf)
+        lse = torch.logsumexp(scores, -1)
+        outs.append((torch.exp(scores - lse.unsqueeze(-1)) @ values).transpose(0, 1))
+        lses.append(lse.transpose(0, 1))
+    return torch.cat(outs), torch.cat(lses)

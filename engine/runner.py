@@ -1,0 +1,231 @@
+"""The only place where model, kv and recall meet: one step of one sequence.
+
+A step reserves pages, runs the model, and publishes: tokens count, pages close and are copied to the host only when
+everything has worked. Whatever stops it half-way, the sequence and the tables are as they were before (invariant 7).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.config import PAGE
+from engine.kv.budget import WindowBudget
+from engine.kv.host import HostStore
+from engine.kv.page import page_count
+from engine.kv.pool import DevicePool
+from engine.kv.transfer import Transfer
+from engine.model.transformer import Transformer
+from engine.ops.attention import SEGMENT, PartialAttention
+from engine.prefix import EXACT
+from engine.recall.digest import Digests
+from engine.recall.recall import Recall
+from engine.recall.select import EMPTY, REASONS
+from engine.recall.window import fits, span
+from engine.sequence import Sequence
+
+
+@dataclass
+class Trace:
+    """What a request's steps saw, per logical page; grows with the sequence."""
+
+    steps: int = 0
+    hidden_pages: int = 0  # of the last step: past pages outside the window, the most over the layers
+    over_pool: bool = False
+    reasons: dict[int, set[str]] = field(default_factory=dict)  # logical page -> why it was selected
+    fetched: set[int] = field(default_factory=set)
+    seen: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """The whole input of a step. `tokens` follow what `sequence` holds; `logits`: none, last or all rows."""
+
+    sequence: Sequence
+    tokens: tuple[int, ...]
+    mode: str  # exact | recall | window
+    budget: WindowBudget
+    recall: Recall
+    trace: Trace
+    logits: str = "last"
+    observe: bool = False  # keep the attention mass of this exact pass
+    explain: bool = False
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """A step's geometry, the same for every layer."""
+
+    step: StepInput
+    past: int  # pages before the chunk's first own page
+    ids: np.ndarray  # page ids of the whole sequence, fresh ones included
+    fresh: np.ndarray
+    first_row: int  # tokens that the first own page already holds
+    offsets: Tensor  # [T] of each token in its page
+    rows: Tensor  # [T] of each token from the first own page's start
+    identity: bool  # everything fits in the pool
+
+    @property
+    def own(self) -> np.ndarray:
+        return self.ids[self.past :]
+
+
+class Runner:
+    """Joins one model to one pool and one host store."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        pool: DevicePool,
+        host: HostStore,
+        digests: Digests,
+        digest_kind: str | None,
+        compact: bool,
+    ) -> None:
+        self.model, self.pool, self.host, self.digests = model, pool, host, digests
+        self.transfer = Transfer(pool, host)
+        self.digest_kind = digest_kind  # made when a page closes; None = only when a scorer asks
+        self.compact = compact
+
+    @torch.inference_mode()
+    def step(self, step: StepInput) -> Tensor | None:
+        """Compute `step.tokens`, append them, and return float32 logits [rows, vocab] (None for `none`)."""
+        sequence, device = step.sequence, self.model.device
+        self.transfer.settle()
+        end = sequence.length + len(step.tokens)
+        fresh = self.host.allocate(page_count(end) - len(sequence.pages))
+        past = sequence.closed
+        try:
+            self.pool.pinned[fresh] = True
+            self.pool.begin_step()
+            ids = np.asarray(sequence.pages + fresh, dtype=np.int64)
+            rows = torch.arange(sequence.length - past * PAGE, end - past * PAGE, device=device)
+            frame = _Frame(
+                step=step,
+                past=past,
+                ids=ids,
+                fresh=np.asarray(fresh, dtype=np.int64),
+                first_row=sequence.length - past * PAGE,
+                offsets=rows % PAGE,
+                rows=rows,
+                identity=fits(past, len(ids) - past, step.budget.pool),
+            )
+            if step.mode == "recall" and not frame.identity:
+                step.recall.begin_step(ids[:past])
+            step.trace.hidden_pages = 0
+            hidden = self.model.forward(
+                torch.tensor(step.tokens, dtype=torch.int64, device=device),
+                lambda layer, q, k, v: self._attend(frame, layer, q, k, v),
+            )
+            logits = None
+            if step.logits != "none":
+                logits = self.model.logits(hidden if step.logits == "all" else hidden[-1:])
+            self._close(sequence, ids, end)
+        except BaseException:
+            self._undo(sequence, fresh, past)
+            raise
+        sequence.pages.extend(fresh)
+        sequence.tokens.extend(step.tokens)
+        tag = EXACT if frame.identity or step.mode == "exact" else step.recall.settings.tag
+        if step.mode == "window" and not frame.identity:
+            tag = "window"
+        sequence.tags.extend([tag] * (sequence.closed - len(sequence.tags)))
+        step.trace.steps += 1
+        return logits
+
+    def _close(self, sequence: Sequence, ids: np.ndarray, end: int) -> None:
+        """Digest the pages that this step filled and start their copy to the host."""
+        closed = ids[sequence.closed : end // PAGE]
+        if len(closed):
+            if self.digest_kind is not None:
+                self.digests.ensure(self.digest_kind, closed, self.pool.read)
+            self.transfer.write_through(closed.tolist())
+
+    def _undo(self, sequence: Sequence, fresh: list[int], past: int) -> None:
+        """The step did not happen: its pages are free again and the open page is open, pinned and without a replica."""
+        self.transfer.settle(wait=True)
+        opened = sequence.pages[past:]
+        self.digests.forget(opened)
+        self.host.replica[opened] = False
+        self.pool.pinned[opened] = True
+        self.release(fresh)
+
+    def release(self, pages: list[int]) -> None:
+        """Let go of one reference to each page; pages that nobody holds leave every table."""
+        if self.transfer.in_flight:
+            self.transfer.settle(wait=True)
+        freed = self.host.release(pages)
+        self.pool.drop(freed)
+        self.digests.forget(freed)
+
+    def _attend(self, frame: _Frame, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store the chunk's keys and values, bring the window in, and attend. Shapes as in `Attend`."""
+        self._store(frame, layer, k, v)
+        rope = self.model.rope
+        turned = rope.rotate(q, frame.rows)
+        partial = PartialAttention(rope, turned, self.host.shape.kv_heads)
+        device = q.device
+        if frame.step.mode == "exact" and not frame.identity:
+            window = np.arange(frame.past)
+            read = self.transfer.stage
+        else:
+            window = self._window(frame, layer, q, turned)
+            missing = self.pool.touch(layer, frame.ids[window])
+            self.transfer.fetch(layer, missing)
+            read = self.pool.read
+            if frame.step.explain:
+                self._explain(frame, window, missing)
+        # A page's base, counted back from the chunk's first page: its true distance, or its place in the packed window.
+        distance = np.arange(len(window), 0, -1) if self.compact else frame.past - window
+        deltas = torch.from_numpy(distance * PAGE).to(device)
+        for start in range(0, len(window), SEGMENT):
+            segment = read(layer, frame.ids[window[start : start + SEGMENT]])
+            partial.add(segment, deltas[start : start + SEGMENT])
+            if frame.step.observe:
+                frame.step.recall.observe(layer, turned, segment, deltas[start : start + SEGMENT])
+        if frame.step.observe:
+            frame.step.recall.fix(layer)
+        own = self.pool.read(layer, frame.own)
+        partial.add(own, -PAGE * torch.arange(len(frame.own), device=device), frame.first_row)
+        hidden = frame.past - len(window)
+        frame.step.trace.hidden_pages = max(frame.step.trace.hidden_pages, hidden)
+        frame.step.trace.over_pool |= not frame.identity
+        return partial.result()
+
+    def _store(self, frame: _Frame, layer: int, k: Tensor, v: Tensor) -> None:
+        """Write the chunk's keys, rotated by their offset in the page, and values into the own pages' slots."""
+        self.pool.touch(layer, frame.own)
+        slots = self.pool.place(layer, frame.fresh)
+        data = self.pool.data[layer]
+        if len(slots):
+            data[torch.from_numpy(slots.astype(np.int64)).to(data.device)] = 0  # 0 x a stale NaN would be NaN
+        where = torch.from_numpy(self.pool.slot_of[layer, frame.own].astype(np.int64)).to(data.device)[
+            frame.rows // PAGE
+        ]
+        data[where, 0, :, frame.offsets] = self.model.rope.rotate(k, frame.offsets)
+        data[where, 1, :, frame.offsets] = v
+
+    def _window(self, frame: _Frame, layer: int, q: Tensor, turned: Tensor) -> np.ndarray:
+        """Logical past pages that this layer sees, ascending."""
+        if frame.identity:
+            return np.arange(frame.past)
+        step, own = frame.step, len(frame.own)
+        if step.mode == "window":
+            return span(frame.past, own, step.budget, 0).window(EMPTY.pages)
+        budget = min(step.recall.settings.budget, step.budget.pool - step.budget.free - step.budget.sink - own - 1)
+        always = span(frame.past, own, step.budget, budget)
+        farthest = step.budget.pool - own if self.compact else None
+        chosen = step.recall.select(layer, q, turned, frame.ids[: frame.past], always, budget, farthest)
+        if step.explain:
+            for page, reason in zip(chosen.pages.tolist(), chosen.reasons.tolist(), strict=True):
+                step.trace.reasons.setdefault(page, set()).add(REASONS[reason])
+        return always.window(chosen.pages)
+
+    @staticmethod
+    def _explain(frame: _Frame, window: np.ndarray, missing: np.ndarray) -> None:
+        frame.step.trace.seen.update(window.tolist())
+        gone = set(missing.tolist())
+        frame.step.trace.fetched.update(page for page in window.tolist() if int(frame.ids[page]) in gone)

@@ -1,0 +1,96 @@
+"""From logits to a token: penalties, then temperature, then top-k, top-p, min-p, in that order; greedy at 0."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.config import SamplingParams
+from engine.errors import EngineError, RequestError
+
+
+@dataclass(frozen=True)
+class Sampled:
+    token: int
+    logprob: float | None = None  # of the chosen token, when asked for
+    top: tuple[tuple[int, float], ...] = ()
+
+
+def check(params: SamplingParams) -> None:
+    """RequestError for a value out of its range."""
+    for name, value, low, high in (
+        ("temperature", params.temperature, 0, 100),
+        ("top_p", params.top_p, 0, 1),
+        ("min_p", params.min_p, 0, 1),
+        ("presence_penalty", params.presence_penalty, -2, 2),
+        ("frequency_penalty", params.frequency_penalty, -2, 2),
+        ("repetition_penalty", params.repetition_penalty, 0.01, 10),
+        ("top_k", params.top_k, 0, 1 << 30),
+        ("max_tokens", params.max_tokens if params.max_tokens is not None else 1, 1, 1 << 30),
+        ("logprobs", params.logprobs if params.logprobs is not None else 0, 0, 20),
+    ):
+        if not low <= value <= high:  # NaN fails too
+            raise RequestError(f"{name} is {value}", f"{name} must be from {low} to {high}")
+    if params.top_p == 0:
+        raise RequestError("top_p is 0, which keeps no token", "top_p must be above 0")
+
+
+class Sampler:
+    """Draws the tokens of one request; owns its random state and the counts that penalties need."""
+
+    def __init__(self, params: SamplingParams, prompt: list[int]) -> None:
+        check(params)
+        self.params = params
+        self._random = torch.Generator()
+        if params.seed is None:
+            self._random.seed()
+        else:
+            self._random.manual_seed(params.seed % (1 << 63))
+        self._prompt = set(prompt) if params.repetition_penalty != 1 else set()
+        self._counts: dict[int, int] = {}
+
+    def draw(self, logits: Tensor) -> Sampled:
+        """logits [vocab] float32; EngineError if they are not finite."""
+        logits = logits.cpu()
+        if not bool(torch.isfinite(logits).all()):
+            raise EngineError("the model gave logits that are not numbers", "try --dtype float32; check the model file")
+        adjusted = self._penalise(logits)
+        if self.params.temperature == 0:
+            token = int(adjusted.argmax())
+        else:
+            token = int(torch.multinomial(self._probabilities(adjusted), 1, generator=self._random))
+        self._counts[token] = self._counts.get(token, 0) + 1
+        if self.params.logprobs is None:
+            return Sampled(token)
+        logprobs = torch.log_softmax(logits, -1)
+        values, ids = logprobs.topk(min(self.params.logprobs, len(logprobs)))
+        return Sampled(token, float(logprobs[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
+
+    def _penalise(self, logits: Tensor) -> Tensor:
+        params = self.params
+        if params.repetition_penalty == 1 and params.presence_penalty == 0 and params.frequency_penalty == 0:
+            return logits
+        logits = logits.clone()
+        seen = torch.tensor(sorted(self._prompt | set(self._counts)), dtype=torch.int64)
+        if params.repetition_penalty != 1 and len(seen):
+            value = logits[seen]
+            logits[seen] = torch.where(value > 0, value / params.repetition_penalty, value * params.repetition_penalty)
+        for token, count in self._counts.items():
+            logits[token] -= params.presence_penalty + params.frequency_penalty * count
+        return logits
+
+    def _probabilities(self, logits: Tensor) -> Tensor:
+        params = self.params
+        logits = logits / params.temperature
+        if params.top_k:
+            logits = logits.masked_fill(logits < logits.topk(min(params.top_k, len(logits))).values[-1], -torch.inf)
+        probabilities = torch.softmax(logits, -1)
+        if params.top_p < 1:
+            ordered, index = probabilities.sort(descending=True)
+            drop = index[ordered.cumsum(-1) - ordered >= params.top_p]
+            probabilities[drop] = 0
+        if params.min_p > 0:
+            probabilities[probabilities < params.min_p * probabilities.max()] = 0
+        return probabilities

@@ -1,0 +1,146 @@
+"""One request from resume to result: its sequence, its recall, its sampler, its clock."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+from torch import Tensor
+
+from engine.prepare import Prepared
+from engine.recall.recall import Recall
+from engine.result import PageView, RecallReport, Result, Timings, Token, Usage
+from engine.runner import Runner, Trace
+from engine.sampler import Sampler
+from engine.scheduler import Chunk
+from engine.sequence import Sequence
+from engine.text.stop import StopMatcher
+from engine.text.tokenizer import StreamDecoder, Tokenizer
+
+
+class Session:
+    """Created when the request's turn comes. The engine drives it; it never calls back."""
+
+    def __init__(self, runner: Runner, prepared: Prepared, tokenizer: Tokenizer) -> None:
+        self.prepared = prepared
+        self.sequence = Sequence()
+        self.trace = Trace()
+        self.recall = Recall(
+            prepared.settings, runner.host.shape, runner.digests, runner.model.rope, runner.transfer.load
+        )
+        self.cached = 0
+        self.finish: str | None = None
+        self._runner = runner
+        self._eos = frozenset(tokenizer.eos)
+        self._sampler = Sampler(prepared.sampling, prepared.tokens)
+        self._decoder = StreamDecoder(tokenizer)
+        self._stop = StopMatcher(prepared.sampling.stop)
+        self._generated: list[int] = []
+        self._text: list[str] = []
+        self._modes: list[str] = []
+        self._began = time.perf_counter()
+        self._prefilled = self._first = 0.0
+        stats = runner.transfer.stats
+        self._before = (stats.layer_pages_fetched, stats.layer_pages_streamed, stats.bytes_fetched, stats.fetch_seconds)
+
+    @staticmethod
+    def accepts(prepared: Prepared) -> set[str]:
+        """Tags of the pages that this request may resume beside exact ones."""
+        plan, tag = prepared.plan, prepared.settings.tag
+        suffix = {"recall": {tag}, "window": {"window"}, "exact": set()}[plan.decode]
+        return {"exact": set(), "window": {"window"}, "recall": {tag}, "auto": set()}[plan.prefill] | (
+            suffix if plan.prefill != "exact" else set()
+        )
+
+    def resume(self, pages: list[int], tags: list[str]) -> None:
+        """Begin after these closed pages of the prompt (their references are the session's from now on)."""
+        self.sequence.pages, self.sequence.tags = list(pages), list(tags)
+        self.cached = len(tags) * 64
+        self.sequence.tokens = self.prepared.tokens[: self.cached]
+
+    def enter(self, chunk: Chunk) -> None:
+        """Before a chunk of the prompt: note its mode, and ask the question when its first token comes up."""
+        if not self._modes or self._modes[-1] != chunk.mode:
+            self._modes.append(chunk.mode)
+        start, end = self.prepared.query
+        if chunk.start <= max(start, self.cached) < chunk.end and start < end:
+            tokens = np.asarray(self.prepared.tokens, dtype=np.int64)
+            self.recall.ask(tokens[: chunk.start], tokens[start:end])
+
+    def prefilled(self) -> None:
+        self._prefilled = time.perf_counter()
+
+    def draw(self, logits: Tensor) -> Token:
+        """The next token, and `finish` if it ends the answer."""
+        sampled = self._sampler.draw(logits)
+        if not self._generated:
+            self._first = time.perf_counter()
+        self._generated.append(sampled.token)
+        ended = sampled.token in self._eos and not self.prepared.sampling.ignore_eos
+        text = "" if ended else self._stop.push(self._decoder.push(sampled.token))
+        if ended or self._stop.stopped is not None:
+            self.finish = "stop"
+        elif len(self._generated) >= self.prepared.max_tokens:
+            self.finish = "length"
+        if self.finish is not None and self._stop.stopped is None:
+            text += self._stop.push(self._decoder.flush())
+            text += self._stop.flush()
+        self._text.append(text)
+        return Token(sampled.token, text, sampled.logprob, sampled.top)
+
+    def result(self) -> Result:
+        now = time.perf_counter()
+        usage = Usage(
+            prompt=len(self.prepared.tokens),
+            cached=self.cached,
+            computed=len(self.prepared.tokens) - self.cached,
+            generated=len(self._generated),
+        )
+        stats = self._runner.transfer.stats
+        fetched, streamed, size, seconds = self._before
+        report = RecallReport(
+            over_pool=self.trace.over_pool,
+            prefill_modes=tuple(self._modes) if self.trace.over_pool else ("exact",),
+            decode_mode=self.prepared.plan.decode if self.trace.over_pool else "exact",
+            scorer=self.prepared.settings.scorer,
+            selections=self.recall.selections,
+            pages_selected=self.recall.pages_selected,
+            hidden_pages=self.trace.hidden_pages,
+            layer_pages_fetched=stats.layer_pages_fetched - fetched,
+            layer_pages_streamed=stats.layer_pages_streamed - streamed,
+            bytes_fetched=stats.bytes_fetched - size,
+            fetch_seconds=stats.fetch_seconds - seconds,
+            lexical_matches=self.recall.lexical_matches,
+        )
+        timings = Timings(self._prefilled - self._began, self._first - self._began, now - self._first)
+        warnings = self.prepared.notes + self._warnings(report)
+        text = "".join(self._text)
+        return Result(text, tuple(self._generated), self.finish, usage, report, timings, warnings, self._strip())
+
+    def _warnings(self, report: RecallReport) -> tuple[str, ...]:
+        if not report.over_pool:
+            return ()
+        found = []
+        if report.decode_mode == "window":
+            found.append(
+                f"recall was off and the request is larger than the pool: the answer saw {report.hidden_pages} of "
+                f"{len(self.sequence.pages)} pages not at all (--retrieve auto brings them back)"
+            )
+        if report.scorer == "lexical" and report.decode_mode == "recall" and not report.lexical_matches:
+            found.append("lexical recall found no page that shares a word with the question; nothing was selected")
+        return tuple(found)
+
+    def _strip(self) -> tuple[PageView, ...]:
+        if not self.prepared.explain:
+            return ()
+        pool, trace = self._runner.pool, self.trace
+        everything = not trace.over_pool or self.prepared.plan.decode == "exact"
+        return tuple(
+            PageView(
+                resident=bool((pool.slot_of[:, page] >= 0).any()),
+                seen=everything or index in trace.seen or index >= self.sequence.closed,
+                fetched=index in trace.fetched,
+                reasons=tuple(sorted(trace.reasons.get(index, ()))),
+            )
+            for index, page in enumerate(self.sequence.pages)
+        )

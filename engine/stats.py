@@ -1,0 +1,51 @@
+"""Counters since the engine started, and a picture of what is where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+    from engine.result import Result
+    from engine.runner import Runner
+
+
+@dataclass
+class EngineStats:
+    """Token and request totals."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    over_pool: int = 0
+    over_pool_without_selection: int = 0
+
+    def count(self, result: Result) -> None:
+        self.requests += 1
+        self.prompt_tokens += result.usage.prompt
+        self.cached_tokens += result.usage.cached
+        self.generated_tokens += result.usage.generated
+        self.over_pool += result.recall.over_pool
+        self.over_pool_without_selection += (
+            result.recall.over_pool and result.recall.decode_mode != "exact" and not result.recall.pages_selected
+        )
+
+    def snapshot(self, engine: Engine, runner: Runner, checkpoint_pages: int) -> dict[str, Any]:
+        pool, host, transfer = runner.pool, runner.host, runner.transfer.stats
+        return {
+            **self.__dict__,
+            "backend": f"torch-{engine.model.transformer.device.type}",
+            "pool_pages": pool.slots,
+            "pool_pages_used": int((pool.page_in[0] >= 0).sum()),
+            "pool_bytes": pool.bytes,
+            "host_pages": host.pages,
+            "host_pages_used": host.pages - host.free_pages,
+            "host_bytes": host.bytes,
+            "host_pinned_bytes": host.pinned_bytes,
+            "digest_bytes": runner.digests.bytes,
+            "weight_bytes": engine.model.transformer.weight_bytes,
+            "checkpoint_pages": checkpoint_pages,
+            **transfer.__dict__,
+        }
