@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.model.config import ModelConfig
+from engine.ops.linear import linear
 from engine.ops.norm import rms_norm
 from engine.ops.rope import Rotary
 
@@ -78,19 +79,19 @@ class Transformer:
         for index, layer in enumerate(self.weights.layers):
             q, k, v = self._project(layer, rms_norm(hidden, layer.attention_norm, eps))
             attended = attend(index, q, k, v).reshape(tokens.shape[0], -1)  # [T, heads * head_dim]
-            hidden = hidden + F.linear(attended, layer.o, layer.o_bias)
-            gate_up = F.linear(rms_norm(hidden, layer.mlp_norm, eps), layer.gate_up, layer.gate_up_bias)
+            hidden = hidden + linear(attended, layer.o, layer.o_bias)
+            gate_up = linear(rms_norm(hidden, layer.mlp_norm, eps), layer.gate_up, layer.gate_up_bias)
             gate, up = gate_up.chunk(2, -1)  # each [T, ffn]
-            hidden = hidden + F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
+            hidden = hidden + linear(F.silu(gate) * up, layer.down, layer.down_bias)
         return rms_norm(hidden, self.weights.norm, eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, hidden] -> float32 [N, vocab]. Ask only for the rows that are needed: a row is vocab * 4 bytes."""
-        return F.linear(hidden, self.weights.head).float()
+        return linear(hidden, self.weights.head).float()
 
     def _project(self, layer: LayerWeights, x: Tensor) -> list[Tensor]:
         """x [T, hidden] -> q [T, heads, head_dim], k and v [T, kv_heads, head_dim], after bias and QK norm."""
-        qkv = F.linear(x, layer.qkv, layer.qkv_bias)
+        qkv = linear(x, layer.qkv, layer.qkv_bias)
         q, k, v = qkv.view(x.shape[0], -1, self.config.head_dim).split(self._parts, 1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q = rms_norm(q, layer.q_norm, self.config.norm_eps)
