@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from engine.config import PAGE
 from engine.prefix import PrefixIndex
 from engine.result import AuditError
 from engine.runner import Runner
@@ -30,7 +31,7 @@ def audit(runner: Runner, sequences: Iterable[Sequence], prefix: PrefixIndex, de
                 opened.add(page)
                 if not pool.pinned[page] or (pool.slot_of[:, page] < 0).any():
                     faults.append(f"1: open page {page} is not in the pool in every layer")
-        if len(sequence.pages) != -(-sequence.length // 64):
+        if len(sequence.pages) != -(-sequence.length // PAGE):
             faults.append(f"1: a sequence of {sequence.length} tokens has {len(sequence.pages)} pages")
 
     for layer in range(pool.shape.layers):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine import prepare as _prepare
 from engine.audit import audit
-from engine.config import EngineConfig, RecallParams, SamplingParams
+from engine.config import PAGE, EngineConfig, RecallParams, SamplingParams
 from engine.device import free_memory, resolve_device, resolve_dtype, set_threads
 from engine.errors import EngineError, KVRingError, OutOfMemoryError, RequestError
 from engine.kv.budget import plan_capacity
@@ -135,21 +135,29 @@ class Engine:
                 self._runner.release(session.sequence.pages)
         return torch.cat(rows)
 
-    def adopt(self, other: Engine, tokens: Seq[int], prepared: Prepared) -> int:
-        """Copy what `other` holds of the prefix `tokens`, as `prepared` may resume it; the tokens that came along.
-
-        For gates: one prefilled conversation under several pools. Byte for byte; both engines must share the model.
-        """
+    def adopt(self, other: Engine, prepared: Prepared) -> int:
+        """Copy the pages that `prepared` would resume in `other`: one prefill under several pools. Tokens copied."""
         if other.model is not self.model:
             raise EngineError("only an engine of the same loaded model can be adopted from")
-        pages, tags = other._prefix.match(list(tokens), Session.accepts(prepared))
-        self._make_room(len(pages))
-        fresh = self._host.allocate(len(pages))
-        self._host.data[fresh] = other._host.data[pages]
-        self._host.seal(fresh)
-        kept = self._prefix.publish(list(tokens)[: len(tags) * 64], fresh, tags)
-        self._runner.release([page for page in fresh if page not in set(kept)])
-        return len(pages) * 64
+        with self._turn, other._turn:
+            pages, tags = other._prefix.match(prepared.tokens, Session.accepts(prepared))
+            self._make_room(len(pages))
+            fresh = self._host.allocate(len(pages))
+            self._host.data[fresh] = other._host.data[pages]
+            self._host.seal(fresh)
+            self._host.retain(self._prefix.publish(prepared.tokens, fresh, tags))
+            self._runner.release(fresh)
+        return len(pages) * PAGE
+
+    def damage_checkpoint(self, page: int | None = None) -> int:
+        """Flip one bit in a checkpoint page that only the host holds, for the gate that must notice; the page's id.
+
+        Called again with that page it mends it.
+        """
+        if page is None:
+            page = next(page for page in self._prefix.pages() if self._runner.pool.slot_of[0, page] < 0)
+        self._host.data[page].view(torch.uint8).view(-1)[0] ^= 1
+        return page
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start and what is where now; plain numbers and strings."""

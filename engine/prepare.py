@@ -1,4 +1,4 @@
-"""From what a person asked to what the engine will do: tokens, the question's span, limits, resolved recall settings."""
+"""From what a person asked to what the engine will do: tokens, the question's span, limits, recall settings."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Prepared:
 def tokenize(
     model: LoadedModel, prompt: str | Sequence[Mapping[str, Any]], tail: int, **template: Any
 ) -> tuple[list[int], tuple[int, int], int]:
-    """Tokens, the question's span, and where system prompt and tool definitions end. Text is a raw prompt, no template."""
+    """Tokens, the question's span, and where system prompt and tools end. A text is a raw prompt, without template."""
     if isinstance(prompt, str):
         if not prompt:
             raise RequestError("the prompt is empty", "ask something")

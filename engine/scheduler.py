@@ -44,7 +44,7 @@ class Plan:
 
 
 def schedule(plan: Plan, resume: int, question: int, total: int, pool_pages: int, chunk: int) -> list[Chunk]:
-    """Chunks for tokens [resume, total) of a prompt whose question begins at token `question`; resume is page-aligned."""
+    """Chunks for tokens [resume, total) of a prompt whose question begins at token `question`; resume is on a page."""
     if page_count(total) <= pool_pages:
         return _cut(resume, total, "exact", chunk)
     short = total - resume < HIDING and resume > 0

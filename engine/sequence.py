@@ -11,7 +11,7 @@ from engine.config import PAGE
 
 @dataclass
 class Sequence:
-    """`pages[i]` holds tokens 64 i .. 64 i + 63; the last may be open. `tags[i]` says how closed page i was computed."""
+    """`pages[i]` holds tokens 64 i .. 64 i + 63; the last may be open. `tags[i]`: how closed page i was computed."""
 
     tokens: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)

@@ -7,6 +7,7 @@ import time
 import numpy as np
 from torch import Tensor
 
+from engine.config import PAGE
 from engine.prepare import Prepared
 from engine.recall.recall import Recall
 from engine.result import PageView, RecallReport, Result, Timings, Token, Usage
@@ -55,7 +56,7 @@ class Session:
     def resume(self, pages: list[int], tags: list[str]) -> None:
         """Begin after these closed pages of the prompt (their references are the session's from now on)."""
         self.sequence.pages, self.sequence.tags = list(pages), list(tags)
-        self.cached = len(tags) * 64
+        self.cached = len(tags) * PAGE
         self.sequence.tokens = self.prepared.tokens[: self.cached]
 
     def enter(self, chunk: Chunk) -> None:

@@ -99,7 +99,7 @@ def plan_capacity(
     digest_token_bytes: int,
     staging_pages: int,
 ) -> Capacity:
-    """The sizes for `config` on a machine with `memory` free, or a ConfigError that names what fell short and the knob."""
+    """The sizes for `config` with `memory` free, or a ConfigError that names what fell short and the knob."""
     notes: list[str] = []
     ram = min(memory.ram, config.ram_limit_bytes) if config.ram_limit_bytes else memory.ram
     ram_room = max(0, ram - RAM_HEADROOM)
@@ -117,16 +117,16 @@ def plan_capacity(
     host = logical if config.host_kv_bytes is None else config.host_kv_bytes // shape.page_bytes
     if host < logical:
         raise ConfigError(
-            f"a host store of {format_bytes(config.host_kv_bytes)} holds {host} pages, the context of {context:,} tokens "
-            f"needs {logical} ({format_bytes(logical * shape.page_bytes)})",
+            f"a host store of {format_bytes(config.host_kv_bytes)} holds {host} pages, the context of {context:,} "
+            f"tokens needs {logical} ({format_bytes(logical * shape.page_bytes)})",
             f"--host-kv-gib {logical * shape.page_bytes / GIB:.2f} or more, or --max-context {host * PAGE}",
         )
     host_bytes = host * shape.page_bytes
     if host_bytes > ram_room:
         fits = ram_room // shape.page_bytes * PAGE
         raise ConfigError(
-            f"the host store for {context:,} tokens needs {format_bytes(host_bytes)}; {format_bytes(ram)} of RAM is free "
-            f"and {format_bytes(RAM_HEADROOM)} of it is left to the system",
+            f"the host store for {context:,} tokens needs {format_bytes(host_bytes)}; {format_bytes(ram)} of RAM is "
+            f"free and {format_bytes(RAM_HEADROOM)} of it is left to the system",
             f"--max-context {fits} is the largest that fits",
         )
     # A pool that holds the whole context shares it out too, should a smaller request budget be asked for.
@@ -218,4 +218,5 @@ def _smaller_device(shape: KVShape, capacity: Capacity, limit: int) -> str:
     least = capacity.window.sink + 1 + WORKING
     if pool > least:
         return f"--kv-capacity {pool * PAGE} is the largest pool that fits"
-    return f"the weights and digests alone take {format_bytes(fixed + capacity.digest_bytes)}: a smaller model or --max-context"
+    alone = format_bytes(fixed + capacity.digest_bytes)
+    return f"weights and digests alone take {alone}: use a smaller model or --max-context"

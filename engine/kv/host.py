@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import zlib
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -90,13 +91,16 @@ class HostStore:
         self._free.extend(sorted(freed, reverse=True))
         return freed
 
-    def seal(self, pages: list[int]) -> None:
-        """The copy of these pages is complete: they are replicas from now on."""
+    def seal(self, pages: list[int], source: Callable[[int, np.ndarray], torch.Tensor] | None = None) -> None:
+        """The copy of these pages is complete: they are replicas from now on.
+
+        `source(layer, pages)` reads what was copied where it came from; a checksum of that, not of the copy, is what
+        `check` holds fetches against.
+        """
         if self._checksum is not None:
-            for page in pages:
-                self._checksum[page] = [
-                    zlib.crc32(_bytes(self.data[page, layer])) for layer in range(self.shape.layers)
-                ]
+            for layer in range(self.shape.layers):
+                held = source(layer, np.asarray(pages)) if source else self.data[pages, layer]
+                self._checksum[pages, layer] = [zlib.crc32(_bytes(page)) for page in held]
         self.replica[pages] = True
 
     def check(self, layer: int, page: int, fetched: torch.Tensor) -> None:

@@ -69,7 +69,8 @@ class Transfer:
 
     def _complete(self, pages: list[int]) -> None:
         held = [page for page in pages if self.host.references[page] > 0]
-        self.host.seal(held)
+        if held:
+            self.host.seal(held, self.pool.read)
         self.pool.pinned[pages] = False
         self.stats.pages_stored += len(held)
 
@@ -107,7 +108,7 @@ class Transfer:
         return source.to(self.pool.data.device)
 
     def stage(self, layer: int, pages: np.ndarray) -> torch.Tensor:
-        """One segment for an exact pass: resident pages from the pool, cold ones from the host; the pool stays as it is."""
+        """One segment of an exact pass: resident pages from the pool, cold ones from the host; the pool stays put."""
         resident = self.pool.resident(layer, pages)
         if resident.all():
             return self.pool.read(layer, pages)

@@ -27,14 +27,14 @@ KIND_OF = {"fused": "token", "token": "token", "subpage": "subpage", "bounds": "
 
 
 def encode_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """keys [..., 64, head_dim] -> codes int8 in -7..7 of the same shape, scales float32 [..., 64]: key ~ code x scale."""
+    """keys [..., 64, D] -> codes int8 in -7..7 of that shape, scales float32 [..., 64]: key ~ code x scale."""
     keys = keys.float()
     scales = keys.abs().amax(-1).clamp_min(1e-12) / 7
     return torch.round(keys / scales.unsqueeze(-1)).to(torch.int8), scales
 
 
 def pack_codes(codes: Tensor) -> Tensor:
-    """int8 in -7..7 [..., head_dim] -> uint8 [..., head_dim / 2]: channel d in the low, d + head_dim/2 in the high nibble."""
+    """int8 in -7..7 [..., D] -> uint8 [..., D / 2]: channel d in the low nibble, d + D/2 in the high one."""
     low, high = (codes + 8).to(torch.uint8).chunk(2, dim=-1)
     return low | (high << 4)
 

@@ -24,7 +24,7 @@ from engine.recall.select import EMPTY, Selection, choose, control
 from engine.recall.window import Span
 
 QUERY_ROWS = 32
-"""A chunk's selection is scored from its last rows: every row costs 8 x as much and answers the same (spec/phantom.md)."""
+"""A chunk's selection is scored from its last rows: all rows cost 8 x as much and answer the same (measured)."""
 
 LEXICAL_SHARE = 4
 """One page in so many of a fused selection is the lexical quota; by the scorer table in the README."""
@@ -159,7 +159,7 @@ class Recall:
 
     @staticmethod
     def _padded(scores: np.ndarray | None, pages: int) -> np.ndarray | None:
-        """One-shot scores for pages that closed after the question was asked: 0, they are recent or were never in question."""
+        """One-shot scores, with 0 for pages that closed after the question was asked."""
         if scores is None or scores.shape[1] >= pages:
             return None if scores is None else scores[:, :pages]
         return np.pad(scores, ((0, 0), (0, pages - scores.shape[1])))

@@ -1,7 +1,7 @@
 """How much each page matters to the query rows of this step, per KV head. Higher is better; all are in 0..1.
 
 `token` is softmax attention over every closed page on 4-bit keys, summed inside each page: measured equal to dense
-attention with 8 to 32 pages of 660 (spec/phantom.md). The others are coarser and serve smaller budgets, or are controls.
+attention with 8 to 32 pages of 660 on the phantom. The others are coarser, or controls.
 q is [rows, heads, head_dim]; `turned` means rotated to its offset from the chunk's origin, `plain` un-rotated.
 """
 
@@ -34,7 +34,7 @@ def page_lse(rope: Rotary, q: Tensor, keys: Tensor, deltas: Tensor, key_scales: 
 
 
 def mass(lse: Tensor) -> Tensor:
-    """[kv_head, rows*group, n] -> [kv_head, n]: each row's share of attention per page, the best over rows and heads."""
+    """[kv_head, rows*group, n] -> [kv_head, n]: each row's attention per page, the best over rows and heads."""
     return torch.softmax(lse, -1).amax(1)
 
 

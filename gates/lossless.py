@@ -1,0 +1,85 @@
+"""lossless: every page that went to the host came back byte for byte, in each dtype; a single flipped bit is caught."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from engine.config import RecallParams, SamplingParams
+from engine.engine import Engine
+from engine.errors import EngineError
+from engine.model.load import load_model
+from gates.context import Context
+from gates.haystack import build
+from gates.verdict import Check, Report
+
+POOL = 2048
+TOKENS = 6000
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def run(context: Context) -> Report:
+    """An over-pool prompt, read back twice: by recall into the pool, and by an exact pass."""
+    report = Report("lossless", environment=context.environment())
+    device = context.model.transformer.device
+    memories = ("pageable", "pinned") if device.type == "cuda" else ("pageable",)
+    dtypes = DTYPES[:2] if context.quick else DTYPES
+    cases = [(dtype, memory) for dtype in dtypes for memory in memories]
+    for index, (dtype, memory) in enumerate(cases):
+        context.say(f"lossless: {dtype}, {memory}", index / len(cases))
+        _case(context, dtype, memory, report)
+    return report.judge()
+
+
+def _case(context: Context, dtype: torch.dtype, memory: str, report: Report) -> None:
+    name = f"{str(dtype).removeprefix('torch.')}, {memory}"
+    same = dtype == context.model.transformer.dtype
+    model = context.model if same else load_model(context.config.model, context.model.transformer.device, dtype)
+    config = replace(
+        context.config,
+        max_context=TOKENS + 256,
+        kv_capacity=POOL,
+        prefill_chunk=512,
+        sink=256,
+        host_memory=memory,
+        verify_pages=True,
+        prefill="window",
+        retrieve="auto",
+        ring="on",
+        reuse=True,
+    )
+    engine = Engine(config, model)
+    document = build("keyed", TOKENS, context.counter, 2, asked=2)
+
+    def ask(decode: str):
+        prepared = engine.prepare(
+            document.messages(document.asked[0]),
+            SamplingParams(max_tokens=8, ignore_eos=True),
+            RecallParams(decode=decode, prefill="window"),
+        )
+        return engine.complete(prepared).recall
+
+    recalled, streamed = ask("recall"), ask("exact")
+    moved = recalled.layer_pages_fetched, streamed.layer_pages_streamed
+    report.checks.append(Check(f"{name}: pages moved", min(moved) > 0, f"{moved[0]} recalled, {moved[1]} streamed"))
+    engine.audit(deep=True)
+    report.checks.append(Check(f"{name}: bytes", True, "every fetch matched its checksum, pool and host compare equal"))
+    damaged = engine.damage_checkpoint()
+    try:
+        ask("exact")
+        caught = False
+    except EngineError:
+        caught = True
+    engine.damage_checkpoint(damaged)
+    report.checks.append(
+        Check(
+            f"control: {name}, one flipped bit",
+            caught,
+            "caught at the next fetch" if caught else "an answer came from a damaged page",
+            control=True,
+        )
+    )
+    ask("exact")  # mended, the next request is served
+    engine.audit(deep=True)
+    engine.close()

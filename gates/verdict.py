@@ -1,0 +1,125 @@
+"""What a gate found, and what that makes of the claim. A control that stays green blinds the gate."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+
+SCHEMA = "kvring.gate/1"
+EXIT = {"PASS": 0, "FAIL": 1, "BLIND": 3, "WEAK MODEL": 4, "INCONCLUSIVE": 5}
+
+
+@dataclass
+class Arm:
+    """One way of running the trials: positive (must be green), dense (the model's ceiling) or control (must be red)."""
+
+    name: str
+    task: str
+    kind: str
+    hits: int = 0
+    trials: int = 0
+    silent_wrong: int = 0  # completed, non-empty answers without the expected value
+    inconclusive: int = 0  # empty, or cut by the length
+    hidden_pages: int = 0  # the fewest that a trial's last step did not see
+    pages_selected: int = 0
+    bytes_fetched: int = 0
+    seconds: float = 0.0
+    twin: str = ""  # the arm that differs in one setting only and must be green for this control to count
+    red_at_most: int = 0  # controls: hits up to here are red
+    note: str = ""
+    turns: list[tuple[int, int]] = field(default_factory=list)  # (hits, trials) by turn
+
+    @property
+    def green(self) -> bool:
+        return self.hits == self.trials > 0
+
+    @property
+    def red(self) -> bool:
+        return self.hits <= self.red_at_most and self.trials > 0
+
+    @property
+    def label(self) -> str:
+        return f"{self.task} {self.name}".strip()
+
+
+@dataclass(frozen=True)
+class Check:
+    """Something about the instrument or an exact comparison."""
+
+    name: str
+    ok: bool
+    detail: str
+    control: bool = False  # a comparison that had to differ: not ok makes the gate blind
+
+
+@dataclass
+class Report:
+    """A gate's whole outcome; `judge` fills in the verdict."""
+
+    gate: str
+    arms: list[Arm] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
+    environment: dict[str, object] = field(default_factory=dict)
+    blinding_switches: list[str] = field(default_factory=list)  # settings of the user's that no positive arm survives
+    verdict: str = ""
+    reasons: list[str] = field(default_factory=list)
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT[self.verdict]
+
+    def judge(self) -> Report:
+        """WEAK MODEL before BLIND before FAIL before INCONCLUSIVE: each makes the later ones meaningless."""
+        self.verdict, self.reasons = self._judge()
+        return self
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "schema": SCHEMA,
+            "gate": self.gate,
+            "verdict": self.verdict,
+            "exit_code": self.exit_code,
+            "reasons": self.reasons,
+            "arms": [asdict(arm) for arm in self.arms],
+            "checks": [asdict(check) for check in self.checks],
+            "environment": self.environment,
+        }
+
+    def _judge(self) -> tuple[str, list[str]]:
+        if self.blinding_switches:
+            return "FAIL", [f"{switch}: the positive arms ran under it" for switch in self.blinding_switches]
+        weak = [arm for arm in self.arms if arm.kind == "dense" and not arm.green]
+        if weak:
+            return "WEAK MODEL", [
+                f"{arm.label}: the model itself, seeing everything, finds {arm.hits} of {arm.trials}" for arm in weak
+            ]
+        blind = [check.detail for check in self.checks if check.control and not check.ok]
+        blind += [
+            f"{arm.label}: stayed green, {arm.hits} of {arm.trials} (red is at most {arm.red_at_most})"
+            for arm in self.arms
+            if arm.kind == "control" and not arm.red
+        ]
+        if blind:
+            return "BLIND", blind
+        positive = [arm for arm in self.arms if arm.kind == "positive"]
+        failed = [f"{check.name}: {check.detail}" for check in self.checks if not check.ok]
+        for arm in positive:
+            missed = arm.trials - arm.hits - arm.inconclusive
+            if missed > 0 or arm.silent_wrong:
+                failed.append(f"{arm.label}: {arm.hits} of {arm.trials}, silent wrong {arm.silent_wrong}")
+        # A control beside a twin that is not green shows nothing; the twin's own failure is the finding.
+        green = {arm.label for arm in self.arms if arm.kind != "control" and arm.green}
+        for arm in self.arms:
+            if arm.kind == "control" and arm.twin and f"{arm.task} {arm.twin}".strip() not in green:
+                failed.append(f"{arm.label}: its green twin '{arm.twin}' is not green")
+        if failed:
+            return "FAIL", failed
+        unclear = [
+            f"{arm.label}: {arm.inconclusive} of {arm.trials} answers empty or cut"
+            for arm in positive
+            if arm.inconclusive
+        ]
+        if unclear:
+            return "INCONCLUSIVE", unclear
+        if not positive and not self.checks:
+            return "INCONCLUSIVE", ["nothing was run"]
+        return "PASS", []
