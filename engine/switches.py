@@ -23,7 +23,7 @@ PREFIX = "NINFER_"
 OTHER_SWITCHES = ("NINFER_DEVICE_PROFILES", "NINFER_AGENT_CC")
 """Known names that are no engine settings: where profiles live, and which card to pretend."""
 
-_EDGES = string.whitespace + "\"'"
+_EDGES = string.whitespace + "\"'"  # what shells leave around a value
 _NEGATIVE_WORDS = ("false", "no", "off", "none")
 Parser = Callable[[str], Any]
 
@@ -86,11 +86,6 @@ class Resolved:
     warnings: tuple[str, ...]
 
 
-def strip(text: str) -> str:
-    """Without the spaces and quotes that shells leave around a value."""
-    return text.strip(_EDGES)
-
-
 def resolve(
     model: str, flags: Mapping[str, Any], environ: Mapping[str, str], profile: Mapping[str, Any] | None = None
 ) -> Resolved:
@@ -102,9 +97,9 @@ def resolve(
     warnings = _unknown(environ)
     for setting in SETTINGS:
         given = flags.get(setting.field)
-        switch = strip(environ.get(setting.switch, "")) if setting.switch else ""
+        switch = environ.get(setting.switch, "").strip(_EDGES) if setting.switch else ""
         if given is not None:
-            value = setting.read(strip(given), setting.flag) if isinstance(given, str) else given
+            value = setting.read(given.strip(_EDGES), setting.flag) if isinstance(given, str) else given
             chosen[setting.field] = Effective(value, setting.flag)
         elif switch and setting.switch:
             chosen[setting.field] = Effective(setting.read(switch, setting.switch), setting.switch)
