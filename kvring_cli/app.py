@@ -1,0 +1,86 @@
+"""The command `kvring`. Importing this imports no torch: each command does so when it runs."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from engine.errors import KVRingError
+from kvring_cli import console
+from kvring_cli.commands.chat import chat
+from kvring_cli.commands.gate import gate
+from kvring_cli.commands.inspect import inspect
+from kvring_cli.commands.pull import pull
+from kvring_cli.commands.run import run
+
+INTERRUPTED = 130
+_UsageError: Any = typer.BadParameter.__mro__[1]  # typer brings its own click, or uses the installed one
+
+app = typer.Typer(
+    name="kvring",
+    help="Long contexts on small cards: a small device pool over a lossless host store, with recall.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command in (run, chat, pull, inspect, gate):
+    app.command(no_args_is_help=True)(command)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            print(f"kvring {version('kvring')}")
+        except PackageNotFoundError:
+            print("kvring, not installed")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+def call(arguments: list[str]) -> int:
+    """Run one command line; the exit code: 0, 1 for an error, 2 for bad usage, 130 when interrupted."""
+    try:
+        result = app(args=arguments, prog_name="kvring", standalone_mode=False)
+    except KVRingError as error:
+        console.report(error)
+        return 2 if isinstance(error, console.BadUsage) else 1
+    except _UsageError as error:
+        return _bad_usage(error)
+    except KeyboardInterrupt:
+        result = INTERRUPTED
+    if result == INTERRUPTED:
+        console.say("interrupted")
+    return result if isinstance(result, int) else 0
+
+
+def _bad_usage(error: Any) -> int:
+    command = error.ctx.command_path if error.ctx else "kvring"
+    if type(error).__name__ == "NoArgsIsHelpError":
+        error.show()
+        return 2
+    console.report(KVRingError(error.format_message(), f"{command} --help shows what it takes"))
+    return 2
+
+
+def main() -> None:
+    """The entry point."""
+    console.soften()
+    sys.exit(call(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()
