@@ -8,6 +8,7 @@ uses and no other page hangs from: tail first.
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -64,19 +65,17 @@ class PrefixIndex:
 
     def evict(self, count: int, references: np.ndarray) -> list[int]:
         """Forget up to `count` pages that only this index holds; their ids, for the caller to release."""
+        leaves = [node for nodes in self._nodes.values() for node in nodes if not node.children]
+        heap = [(node.used, node.page, node) for node in leaves if references[node.page] == 1]
+        heapq.heapify(heap)
         evicted: list[int] = []
-        while len(evicted) < count:
-            leaves = [
-                node
-                for nodes in self._nodes.values()
-                for node in nodes
-                if not node.children and references[node.page] == 1
-            ]
-            if not leaves:
-                break
-            for node in sorted(leaves, key=lambda node: node.used)[: count - len(evicted)]:
-                self._forget(node)
-                evicted.append(node.page)
+        while heap and len(evicted) < count:
+            _, page, node = heapq.heappop(heap)
+            self._forget(node)
+            evicted.append(page)
+            parent = node.parent
+            if parent is not None and not parent.children and references[parent.page] == 1:
+                heapq.heappush(heap, (parent.used, parent.page, parent))
         return evicted
 
     def pages(self) -> list[int]:

@@ -1,0 +1,51 @@
+"""One loaded phantom for the whole run, and an engine maker that audits what it made when the test is over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.model.load import LoadedModel, load_model
+from tests.models import phantom_folder
+
+
+@pytest.fixture(scope="session")
+def phantom() -> LoadedModel:
+    return load_model(phantom_folder())
+
+
+@pytest.fixture
+def make_engine(phantom: LoadedModel) -> Iterator[Callable[..., Engine]]:
+    """make_engine(kv_capacity=..., ...): a small ring over the phantom."""
+    made: list[Engine] = []
+
+    def make(**settings: object) -> Engine:
+        settings = {"max_context": 4096, "kv_capacity": 32 * 64, "prefill_chunk": 256, **settings}
+        engine = Engine(EngineConfig(model="", **settings), phantom)
+        made.append(engine)
+        return engine
+
+    yield make
+    for engine in made:
+        engine.audit(deep=True)
+        engine.close()
+
+
+@pytest.fixture(scope="session")
+def words(phantom: LoadedModel) -> Callable[..., str]:
+    """words(tokens, seed): plain text of about so many tokens, the same each time."""
+    from random import Random
+
+    vocabulary = (
+        "river stone garden letter market window bridge valley engine village slowly walked again under".split()
+    )
+
+    def make(tokens: int, seed: int = 0) -> str:
+        rng = Random(seed)
+        text = " ".join(rng.choice(vocabulary) for _ in range(tokens))
+        return phantom.tokenizer.decode(phantom.tokenizer.encode(text)[:tokens])
+
+    return make
