@@ -106,10 +106,12 @@ class Report:
             missed = arm.trials - arm.hits - arm.inconclusive
             if missed > 0 or arm.silent_wrong:
                 failed.append(f"{arm.label}: {arm.hits} of {arm.trials}, silent wrong {arm.silent_wrong}")
-        # A control beside a twin that is not green shows nothing; the twin's own failure is the finding.
-        green = {arm.label for arm in self.arms if arm.kind != "control" and arm.green}
+        # A control beside a twin that is not green shows nothing; an answer that was only cut leaves it open (below).
+        whole = {
+            arm.label for arm in self.arms if arm.kind != "control" and arm.hits + arm.inconclusive == arm.trials > 0
+        }
         for arm in self.arms:
-            if arm.kind == "control" and arm.twin and f"{arm.task} {arm.twin}".strip() not in green:
+            if arm.kind == "control" and arm.twin and f"{arm.task} {arm.twin}".strip() not in whole:
                 failed.append(f"{arm.label}: its green twin '{arm.twin}' is not green")
         if failed:
             return "FAIL", failed

@@ -1,0 +1,98 @@
+"""The risk: a gate that can't turn red, or calls a fault of the instrument a pass."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from gates.registry import GATES, run_gate
+from gates.verdict import Arm, Check, Report
+from tests.models import phantom_folder
+
+
+def arm(name="default", kind="positive", hits=12, trials=12, **more):
+    return Arm(name, "keyed", kind, hits=hits, trials=trials, **more)
+
+
+def verdict(*arms, checks=(), blinding=()):
+    return Report("x", list(arms), list(checks), blinding_switches=list(blinding)).judge()
+
+
+DENSE = arm("dense", "dense")
+OFF = arm("recall off", "control", hits=0, twin="default")
+
+
+def test_all_green_beside_red_controls_passes():
+    report = verdict(DENSE, arm(), OFF, checks=[Check("instrument", True, "")])
+    assert (report.verdict, report.exit_code) == ("PASS", 0)
+
+
+def test_one_miss_fails():
+    assert verdict(DENSE, arm(hits=11, silent_wrong=1), OFF).exit_code == 1
+
+
+def test_a_control_that_stays_green_is_blind_whatever_else_is_green():
+    report = verdict(DENSE, arm(), arm("recall off", "control", hits=12, twin="default"))
+    assert (report.verdict, report.exit_code) == ("BLIND", 3)
+    assert verdict(DENSE, arm(hits=3, silent_wrong=9), arm("recall off", "control", hits=12)).exit_code == 3
+
+
+def test_a_weak_model_is_not_judged():
+    report = verdict(arm("dense", "dense", hits=11), arm(), OFF)
+    assert (report.verdict, report.exit_code) == ("WEAK MODEL", 4) and "11 of 12" in report.reasons[0]
+
+
+def test_cut_answers_are_inconclusive_and_wrong_ones_are_not():
+    assert verdict(DENSE, arm(hits=10, inconclusive=2), OFF).exit_code == 5
+    assert verdict(DENSE, arm(hits=10, inconclusive=1, silent_wrong=1), OFF).exit_code == 1
+
+
+def test_a_control_counts_only_beside_its_green_twin():
+    report = verdict(DENSE, arm(), arm("tail 256", "control", hits=0, twin="tail 64"))
+    assert report.exit_code == 1 and "twin" in report.reasons[0]
+
+
+def test_a_failed_instrument_check_and_a_failed_control_check_turn_it_red():
+    assert verdict(DENSE, arm(), OFF, checks=[Check("pages hidden", False, "0 hidden")]).exit_code == 1
+    assert verdict(checks=[Check("a", True, ""), Check("flip", False, "not caught", control=True)]).exit_code == 3
+
+
+def test_a_switch_that_blinds_the_engine_fails_by_name():
+    report = verdict(DENSE, arm(), OFF, blinding=["NINFER_KV_RETRIEVE=0"])
+    assert report.exit_code == 1 and "NINFER_KV_RETRIEVE=0" in report.reasons[0]
+
+
+def test_nothing_run_is_not_a_pass():
+    assert verdict().exit_code == 5
+
+
+def test_an_unknown_gate_is_refused_by_name():
+    with pytest.raises(ConfigError, match="no gate 'nonsense'"):
+        run_gate("nonsense", EngineConfig(model=""))
+
+
+@pytest.mark.parametrize("name", sorted(GATES))
+def test_every_gate_passes_on_the_phantom_here(name):
+    report = run_gate(name, EngineConfig(model=str(phantom_folder())), quick=True)
+    assert report.verdict == "PASS", report.reasons
+    controls = [arm for arm in report.arms if arm.kind == "control"] + [c for c in report.checks if c.control]
+    assert controls, "a gate without a control proves nothing"
+    assert report.to_json()["exit_code"] == 0
+
+
+def test_recall_off_by_the_users_switch_turns_the_gate_red():
+    report = run_gate("multi-needle", EngineConfig(model=str(phantom_folder()), retrieve="off"), quick=True)
+    assert report.exit_code == 1 and "NINFER_KV_RETRIEVE" in report.reasons[0]
+    default = next(arm for arm in report.arms if arm.name == "default")
+    assert default.red and default.hidden_pages > 0 and default.pages_selected == 0
+
+
+def test_a_scorer_that_falls_back_to_the_newest_pages_is_caught(monkeypatch):
+    import engine.recall.recall as recall
+
+    def newest(scores, eligible, budget, **_):
+        return recall.control("newest", eligible, budget, None)
+
+    monkeypatch.setattr(recall, "choose", newest)
+    assert run_gate("multi-needle", EngineConfig(model=str(phantom_folder())), quick=True).exit_code == 1

@@ -1,0 +1,170 @@
+"""The risk: a setting or a request that can't be served starts, and then answers wrongly or dies."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine.config import EngineConfig, RecallParams, SamplingParams
+from engine.engine import Engine
+from engine.errors import ConfigError, ModelError, RequestError
+from engine.kv.budget import Memory, plan_capacity
+from engine.kv.page import KVShape
+from engine.units import GIB, MIB, format_bytes, parse_bytes, parse_tokens
+
+SHAPE = KVShape(layers=36, kv_heads=8, head_dim=128, dtype=torch.bfloat16)  # Qwen3-8B
+BASE = EngineConfig(model="", max_context=262_144)
+
+
+def plan(config=BASE, ram=64 * GIB, device=24 * GIB, weights=5 * GIB, digest=0, trained=262_144):
+    return plan_capacity(
+        config, SHAPE, trained, Memory(ram, device), weight_bytes=weights, digest_token_bytes=digest, staging_pages=64
+    )
+
+
+def test_the_arithmetic_of_the_capacity_table():
+    capacity = plan()
+    assert SHAPE.token_bytes == 144 * 1024 and SHAPE.page_bytes == 9 * MIB
+    assert capacity.pool_pages == 280 and capacity.pool_pages * 64 == 17_920
+    assert capacity.host_bytes == 36 * GIB and capacity.logical_pages == 4096
+    assert plan(replace(BASE, kv_window=8192)).pool_pages == 152
+
+
+@pytest.mark.parametrize(
+    ("change", "memory", "says", "mends"),
+    [
+        ({"kv_capacity": 24 * 64}, {}, "sink 4 + open 1 + chunk 16 + working 4 = 25 pages", "--kv-capacity 1600"),
+        ({"kv_capacity": 63}, {}, "holds no page", "--kv-capacity"),
+        ({"ring": "off", "kv_capacity": 4032}, {}, "the ring is off and a pool of 63 pages", "--ring auto"),
+        (
+            {},
+            {"ram": 20 * GIB},
+            "the host store for 262,144 tokens needs 36 GiB",
+            "--max-context 138304 is the largest",
+        ),
+        ({"ram_limit_bytes": 20 * GIB}, {}, "the host store for 262,144 tokens needs 36 GiB", "--max-context 138304"),
+        ({"host_kv_bytes": 18 * GIB}, {}, "holds 2048 pages", "--host-kv-gib 36.00"),
+        ({}, {"device": 6 * GIB}, "exceed the device's 6 GiB", "--kv-capacity"),
+        ({"device_limit_bytes": 6 * GIB}, {}, "exceed the device's 6 GiB", "--kv-capacity"),
+        ({}, {"device": 4 * GIB}, "exceed the device's 4 GiB", "smaller model"),
+        ({}, {"trained": 131_072}, "beyond the 131,072 that the model was trained on", "--positions compact"),
+        ({"max_context": 0}, {}, "holds nothing", "--max-context"),
+        ({"retrieve": 17_900}, {}, "the pool of 280 has room for", "--retrieve"),
+    ],
+)
+def test_a_start_that_cannot_work_is_refused_with_numbers_and_the_knob(change, memory, says, mends):
+    with pytest.raises(ConfigError) as caught:
+        plan(replace(BASE, **change), **memory)
+    assert says in caught.value.message
+    assert mends in caught.value.fix
+
+
+def test_the_context_that_a_refusal_offers_is_accepted():
+    assert plan(replace(BASE, max_context=138_304), ram=20 * GIB).context == 138_304
+
+
+def test_without_a_wish_the_context_shrinks_to_what_the_host_holds_and_says_so():
+    capacity = plan(replace(BASE, max_context=None), ram=20 * GIB)
+    assert capacity.context == 138_304 and "host memory holds no more" in capacity.notes[0]
+
+
+def test_a_pool_larger_than_the_context_is_a_dense_engine():
+    capacity = plan(replace(BASE, max_context=8192))
+    assert not capacity.ring and capacity.pool_pages == 128 and capacity.digest_bytes == 0
+
+
+def test_the_pool_does_not_grow_with_the_context(make_engine):
+    small, large = (make_engine(max_context=size, kv_capacity=4032) for size in (8_192, 200_000))
+    assert small.stats()["pool_bytes"] == large.stats()["pool_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "recall", "says"),
+    [
+        ("", {}, {}, "empty"),
+        ([], {}, {}, "empty"),
+        ([{"role": "user", "content": "  "}], {}, {}, "empty"),
+        ("word " * 9000, {}, {}, "leaves no room"),
+        ("The", {"temperature": float("nan")}, {}, "temperature"),
+        ("The", {"temperature": -1}, {}, "temperature"),
+        ("The", {"top_p": 0}, {}, "top_p"),
+        ("The", {"max_tokens": 0}, {}, "max_tokens"),
+        ("The", {"logprobs": 99}, {}, "logprobs"),
+        ("The", {}, {"scorer": "magic"}, "scorer 'magic'"),
+        ("The", {}, {"prefill": "fast"}, "prefill 'fast'"),
+        ("The", {}, {"control": "best"}, "control 'best'"),
+    ],
+)
+def test_a_request_that_cannot_be_served_is_refused_before_any_work(make_engine, prompt, sampling, recall, says):
+    engine = make_engine()
+    with pytest.raises(RequestError) as caught:
+        engine.prepare(prompt, SamplingParams(**sampling), RecallParams(**recall))
+    assert says in caught.value.message and caught.value.fix
+    assert engine.complete(engine.prepare("The", SamplingParams(max_tokens=1))).usage.generated == 1
+
+
+def test_exact_attention_under_compact_positions_is_refused(make_engine):
+    engine = make_engine(positions="compact")
+    with pytest.raises(RequestError, match="absolute positions"):
+        engine.prepare("The", None, RecallParams(prefill="exact"))
+
+
+def test_an_output_cut_by_the_context_says_so(make_engine, words):
+    engine = make_engine(max_context=256, kv_capacity=256)
+    result = engine.complete(engine.prepare(words(200), SamplingParams(max_tokens=500, ignore_eos=True)))
+    assert result.finish == "length" and "lowered from 500 to" in result.warnings[0]
+    assert result.usage.prompt + result.usage.generated == 256
+
+
+def test_prompt_and_output_beyond_the_pool_are_not_cut_at_its_edge(make_engine, words):
+    engine = make_engine(max_context=4096, kv_capacity=12 * 64, prefill_chunk=64, sink=64)
+    result = engine.complete(engine.prepare(words(700), SamplingParams(max_tokens=400, ignore_eos=True)))
+    assert result.usage.generated == 400 and result.recall.over_pool
+
+
+def test_recall_off_over_the_pool_warns_and_within_the_pool_does_not(make_engine, words):
+    engine = make_engine(retrieve="off")
+    over = engine.complete(engine.prepare(words(2400), SamplingParams(max_tokens=2)))
+    assert any("recall was off" in warning for warning in over.warnings) and over.recall.decode_mode == "window"
+    within = engine.complete(engine.prepare(words(1000), SamplingParams(max_tokens=2)))
+    assert within.warnings == () and within.recall.hidden_pages == 0
+
+
+def test_lexical_recall_that_matches_nothing_says_so(make_engine, words, phantom):
+    engine = make_engine()
+    unseen = "".join(phantom.tokenizer.decode([id]) for id in range(900, 960))
+    prompt = [{"role": "system", "content": words(2600)}, {"role": "user", "content": unseen}]
+    params = RecallParams(scorer="lexical", prefill="window")
+    result = engine.complete(engine.prepare(prompt, SamplingParams(max_tokens=2), params))
+    if result.recall.lexical_matches == 0:
+        assert any("lexical recall found no page" in warning for warning in result.warnings)
+
+
+def test_a_system_prompt_grows_the_sink(make_engine, words):
+    engine = make_engine(kv_capacity=40 * 64)
+    prompt = [{"role": "system", "content": words(500)}, {"role": "user", "content": words(2600) + " What?"}]
+    assert engine.prepare(prompt).budget.sink == 8
+    assert engine.prepare(prompt[1:]).budget.sink == 4
+
+
+def test_devices_and_dtypes_that_do_not_exist_are_refused(tmp_path):
+    for settings in ({"device": "tpu"}, {"device": "cuda" if not torch.cuda.is_available() else "cuda:99x"}):
+        with pytest.raises(ConfigError):
+            Engine.load(EngineConfig(model=str(tmp_path), **settings))
+    with pytest.raises(ConfigError):
+        Engine.load(EngineConfig(model=str(tmp_path), dtype="int3"))
+    with pytest.raises(ModelError):
+        Engine.load(EngineConfig(model=str(tmp_path / "nothing")))
+
+
+def test_amounts_are_read_as_people_write_them():
+    assert parse_bytes("12GiB") == parse_bytes("12G") == 12 * GIB and parse_bytes("12GB") == 12 * 10**9
+    assert parse_tokens("256K") == 262_144 and parse_tokens("4,032") == 4032
+    assert format_bytes(1536) == "1.5 KiB"
+    for text in ("", "many", "12 parsecs", "-3"):
+        with pytest.raises(ConfigError):
+            parse_bytes(text)
+        with pytest.raises(ConfigError):
+            parse_tokens(text)
