@@ -17,7 +17,7 @@ from engine.errors import KVRingError
 _BOMS = (  # UTF-32's begins as UTF-16's does
     (codecs.BOM_UTF32_LE, "utf-32"),
     (codecs.BOM_UTF32_BE, "utf-32"),
-    (codecs.BOM_UTF8, "utf-8-sig"),
+    (codecs.BOM_UTF8, "utf-8"),
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
@@ -51,17 +51,17 @@ def read_file(path: str, encoding: str | None = None) -> Document:
 def decode(data: bytes, name: str, encoding: str | None = None) -> str:
     """Text of `data`, line ends as `\\n`; KVRingError naming the first invalid byte's offset, or if there is none."""
     chosen = encoding or encoding_of(data)
-    if chosen.lower().replace("_", "-") in ("utf-8", "utf8"):
-        chosen = "utf-8-sig"
+    utf8 = chosen.lower().replace("_", "-") in ("utf-8", "utf8")
+    mark = len(codecs.BOM_UTF8) if utf8 and data.startswith(codecs.BOM_UTF8) else 0
     try:
-        text = data.decode(chosen)
+        text = data[mark:].decode(chosen)
     except LookupError:
         raise KVRingError(f"there is no encoding '{encoding}'", "--encoding utf-8, utf-16, gbk, latin-1, ...") from None
     except UnicodeDecodeError as error:
-        shown = encoding or ("UTF-8" if chosen == "utf-8-sig" else chosen.upper())
+        at = mark + error.start
         raise KVRingError(
-            f"{name} is not valid {shown}: byte 0x{data[error.start]:02X} at offset {error.start:,} "
-            f"(line {data.count(bytes([10]), 0, error.start) + 1:,})",
+            f"{name} is not valid {encoding or chosen.upper()}: byte 0x{data[at]:02X} at offset {at:,} "
+            f"(line {data.count(bytes([10]), 0, at) + 1:,})",
             "another --encoding" if encoding else _guess(data),
         ) from None
     except UnicodeError as error:  # some codecs raise without a place

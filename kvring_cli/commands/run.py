@@ -121,10 +121,11 @@ def _documents(
         from kvring_cli.folder import read_folder
 
         folder = read_folder(path, globs or (), encoding)
-        documents += folder.documents
+        console.say(f"{path}: {len(folder.documents):,} files")
         for line in folder.skipped():
             console.warn(line)
-        console.say(f"{path}: {len(folder.documents):,} files")
+        above = f"{path.rstrip('/')}/" if len(folders or ()) > 1 else ""  # the same name may be in two folders
+        documents += [Document(above + document.name, document.text) for document in folder.documents]
     return documents
 
 

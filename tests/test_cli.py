@@ -1,0 +1,196 @@
+"""The risk: a command line that is slow to help, silent about a fault, or deaf to one of its own flags."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import kvring_cli.start
+from engine.errors import KVRingError
+from engine.switches import SETTINGS
+from gates import registry
+from gates.verdict import Arm, Check, Report
+from kvring_cli import console, strip
+from kvring_cli.app import call
+from kvring_cli.commands import gate
+from tests.models import phantom_folder
+from tests.test_switches import ANY_VALUE
+
+ROOT = Path(__file__).parent.parent
+KVRING = [sys.executable, "-m", "kvring_cli.app"]
+
+
+class Reached(KVRingError):
+    """Raised in place of loading the engine, with what it would have been built with."""
+
+
+@pytest.fixture
+def settings(monkeypatch):
+    """settings(*command line): the EngineConfig that this command line builds."""
+
+    def stop(resolved, verbose):
+        raise Reached(resolved)
+
+    def stop_gate(name, config, **more):
+        raise Reached(type("Resolved", (), {"config": config}))
+
+    monkeypatch.setattr(kvring_cli.start, "start", stop)
+    monkeypatch.setattr(registry, "run_gate", stop_gate)
+    monkeypatch.setattr(console, "report", lambda error: (_ for _ in ()).throw(error))
+
+    def read(*line: str):
+        with pytest.raises(Reached) as reached:
+            call(list(line))
+        return reached.value.message.config
+
+    return read
+
+
+def test_help_is_quick_and_loads_no_torch():
+    code = "import sys; from kvring_cli.app import call; call(['{}']); sys.exit('torch' in sys.modules)"
+    for line in ("--help", "run','--help", "gate','--help", "--version"):
+        done = subprocess.run([sys.executable, "-c", code.format(line)], cwd=ROOT, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "") and done.stdout
+
+
+def test_help_answers_within_half_a_second():
+    def seconds() -> float:
+        began = time.perf_counter()
+        subprocess.run([*KVRING, "--help"], cwd=ROOT, capture_output=True, check=True)
+        return time.perf_counter() - began
+
+    assert min(seconds() for _ in range(5)) < 0.5
+
+
+@pytest.mark.parametrize("command", [("run", "{}", "why?"), ("chat", "{}"), ("gate", "fits", "-m", "{}")])
+def test_every_engine_flag_of_every_command_reaches_the_config(settings, tmp_path, command):
+    line, expected = [part.format(tmp_path) for part in command], {}
+    for setting in SETTINGS:
+        text, expected[setting.field] = ANY_VALUE[setting.field]
+        if setting.boolean:
+            line.append(setting.flag if text else f"--no-{setting.flag[2:]}")
+        else:
+            line += [setting.flag, text]
+    config = settings(*line)
+    assert {field: getattr(config, field) for field in expected} == expected
+    assert config.model == str(tmp_path)
+
+
+def test_a_command_line_without_flags_leaves_every_default(settings, tmp_path):
+    config = settings("run", str(tmp_path), "why?")
+    assert all(getattr(config, setting.field) == setting.default for setting in SETTINGS)
+
+
+def test_settings_that_are_not_the_default_are_shown_with_their_source(settings, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("NINFER_KV_SINK", "128")
+    monkeypatch.setenv("NINFER_KV_SNIK", "128")
+    settings("run", str(tmp_path), "why?", "--kv-capacity", "4K")
+    said = capsys.readouterr()
+    assert "settings | --kv-capacity 4096 | NINFER_KV_SINK=128" in said.err
+    assert "did you mean NINFER_KV_SINK?" in said.err and not said.out
+    settings("run", str(tmp_path), "why?", "-v")
+    said = capsys.readouterr().err
+    assert all(setting.flag[2:] in said for setting in SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "said"),
+    [
+        (["run", "/nope", "why?"], 1, "there is no model '/nope'"),
+        (["run", "{}", ""], 1, "the question is empty"),
+        (["run", "{}", "why \udcff?"], 1, "bytes that are no characters"),
+        (["run", "{}", "why?", "--file", "/nope"], 1, "there is no file /nope"),
+        (["run", "{}"], 2, "there is no question"),
+        (["run", "{}", "why?", "--batch", "x"], 2, "exclude each other"),
+        (["run", "{}", "why?", "--glob", "*.py"], 2, "--dir"),
+        (["run", "{}", "why?", "--encoding", "gbk"], 2, "--file"),
+        (["run", "{}", "why?", "--raw", "-s", "be brief"], 2, "--system"),
+        (["run", "{}", "why?", "-o", "x"], 2, "--batch"),
+        (["run", "{}", "--batch", "x", "--json"], 2, "--json"),
+        (["run", "{}", "-", "--file", "-"], 2, "only once"),
+        (["run", "{}", "why?", "--scorer", "magic"], 2, "fused"),
+        (["run", "{}", "why?", "--retrieve-share", "101"], 2, "1 to 100"),
+        (["run", "{}", "why?", "--bogus"], 2, "--bogus"),
+        (["nope"], 2, "nope"),
+        (["gate", "nope"], 2, "no gate 'nope'"),
+        (["gate"], 2, "Usage"),
+        (["inspect", "{}"], 1, "has no config.json"),
+        (["pull", "nope"], 1, "nope"),
+    ],
+)
+def test_a_fault_is_an_error_with_its_fix_and_an_exit_code(line, code, said, tmp_path, capsys):
+    assert call([part.format(tmp_path) for part in line]) == code
+    written = capsys.readouterr()
+    if "Usage" not in said:
+        assert written.err.startswith("error: ") and "\nfix: " in written.err and not written.out
+    assert said in written.err + written.out
+
+
+def test_a_switch_out_of_its_range_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("NINFER_KV_RETRIEVE", "17")
+    assert call(["run", str(tmp_path), "why?"]) == 1
+    assert "NINFER_KV_RETRIEVE is '17'" in capsys.readouterr().err
+
+
+def test_inspect_agrees_with_the_loaded_model(phantom, capsys):
+    assert call(["inspect", str(phantom_folder())]) == 0
+    assert phantom.digest in capsys.readouterr().out
+    from kvring_cli.commands.inspect import describe
+
+    found = describe(phantom_folder())
+    assert found["digest"] == phantom.digest and found["architecture"] == phantom.config.family
+    assert found["kv_bytes_per_page"] == 64 * phantom.config.kv_bytes_per_token
+    assert sum(found["component_bytes"].values()) == sum(found["dtypes"].values()) == found["weight_bytes"]
+
+
+def test_a_damaged_model_is_refused_by_inspect(tmp_path, capsys):
+    for file in phantom_folder().iterdir():
+        if file.is_file():
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert call(["inspect", str(tmp_path)]) == 1
+    assert "cut short" in capsys.readouterr().err
+
+
+def test_the_gate_command_shows_the_table_and_exits_with_the_worst_verdict(monkeypatch, tmp_path, capsys):
+    arms = [
+        Arm("default", "keyed", "positive", hits=12, trials=12, hidden_pages=604, bytes_fetched=3 << 20),
+        Arm("recall off", "keyed", "control", hits=12, trials=12, twin="default"),
+    ]
+    reports = {
+        "fits": Report("fits", checks=[Check("24 pages", True, "difference 0")]),
+        "multi-needle": Report("multi-needle", arms=arms),
+    }
+    monkeypatch.setattr(registry, "run_gate", lambda name, config, **more: reports[name].judge())
+    file = tmp_path / "report.json"
+    assert call(["gate", "fits", "multi-needle", "-m", str(tmp_path), "--json", str(file)]) == 3
+    said = capsys.readouterr().out
+    assert "12/12" in said and "604" in said and "3.0" in said and "ok  24 pages: difference 0" in said
+    assert said.rstrip().endswith("multi-needle: BLIND") and "fits: PASS" in said
+    assert '"verdict": "BLIND"' in file.read_text()
+    assert call(["gate", "fits", "-m", str(tmp_path), "--json", "/nope/x"]) == 1
+    assert call(["gate", "--list"]) == 0 and "turns red" in capsys.readouterr().out
+    assert [gate.worst(codes) for codes in ([0, 5, 1], [0, 5, 4, 3], [5, 0], [0], [])] == [1, 3, 5, 0, 0]
+
+
+def test_the_strip_tells_where_a_page_was_and_why_it_was_seen():
+    from engine.result import PageView
+
+    def page(resident=False, seen=False, fetched=False, reasons=()):
+        return PageView(resident, seen, fetched, tuple(reasons))
+
+    pages = [page(True, True), page(False, True, True, ["key", "neighbor"]), page(False, True, False, ["lexical"])]
+    pages += [page(), page(True), page(False, True, True), page(False, True), page(True, True, False, ["neighbor"])]
+    assert "".join(map(strip.symbol, pages)) == "#Kl.o+~n"
+    drawn = strip.draw(pages * 8, width=40).plain.splitlines()
+    assert max(map(len, drawn)) <= 60 and drawn[1].startswith("30: ")
+    assert "K selected by key, fetched: 8" in drawn and ". never seen: 8" in drawn
+    assert strip.groups(pages) == [(1, 2), (7, 7)]
+    lines = strip.describe(pages, list(range(512)), lambda ids: f"tokens from {ids[0]}")
+    assert lines[0] == "pages 1-2 | key, lexical, neighbor | fetched 1 of 2 | tokens from 64"
+    assert lines[1].startswith("page 7 | neighbor")
