@@ -9,8 +9,10 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from engine.config import EngineConfig
+from engine.device import resolve_device, resolve_dtype, set_threads
 from engine.engine import Engine
-from engine.model.load import LoadedModel
+from engine.errors import ConfigError
+from engine.model.load import LoadedModel, load_model
 from gates.haystack import Counter
 
 Say = Callable[[str, float], None]
@@ -64,3 +66,13 @@ class Context:
             "prefill": self.prefill,
             "settings": changed,
         }
+
+
+def load_context(config: EngineConfig, *, quick: bool, seeds: int, say: Say) -> Context:
+    """Load `config.model` (a path) once for a whole gate."""
+    device = resolve_device(config.device)
+    set_threads(config.threads)
+    model = load_model(config.model, device, resolve_dtype(config.dtype, device))
+    if model.chat is None:
+        raise ConfigError(f"{model.name} has no chat template, which gates ask their questions in", "use a chat model")
+    return Context(config, model, quick, seeds, say)

@@ -1,7 +1,8 @@
 """What is hidden in a document and what is asked about it: facts drawn with their questions and expected values.
 
 The expected value of a question is the value that was written into the fact; there is no second source. Values are
-short (five or six digits, or letters and digits), since every one of them is decoded, and unique within a draw.
+short (five digits, or letters and digits), since every one of them is decoded. Within a draw they differ in the first
+three digits already, so that an answer which begins right was looked up and not guessed from a look-alike.
 """
 
 # ruff: noqa: SIM905 (word tables read better as text)
@@ -34,11 +35,12 @@ def matches(answer: str, expected: str) -> bool:
 
 
 def digits(rng: Random, taken: set[str]) -> str:
-    """Five or six digits that aren't in `taken`; they are put there."""
+    """Five digits whose first three no value in `taken` begins with (while three are enough); put there."""
+    prefix = 3 if len(taken) < 1000 else 5
     while True:
-        value = str(rng.randint(10_000, 999_999))
-        if value not in taken:
-            taken.add(value)
+        value = str(rng.randint(10_000, 99_999))
+        if value[:prefix] not in taken:
+            taken |= {value, value[:prefix]}
             return value
 
 

@@ -124,32 +124,28 @@ def run_arm(engine: Engine, document: Document, spec: ArmSpec, arm: Arm) -> None
     """All trials of one arm on one document, added to `arm`."""
     began = time.perf_counter()
     hidden = []
-    turns = [[0, 0], [0, 0]]
     for first, second in zip(document.turn(1), document.turn(2), strict=True):
         said: list[tuple[Fact, str]] = []
-        for turn, fact in enumerate((first, second)):
+        for fact in (first, second):
             prepared = engine.prepare(
                 document.messages(fact, said), SamplingParams(max_tokens=ANSWER), spec.settings(fact)
             )
             result = engine.complete(prepared)
             said.append((fact, result.text))
-            turns[turn][0] += count(arm, fact, result)
-            turns[turn][1] += 1
+            count(arm, fact, result)
             hidden.append(result.recall.hidden_pages)
     engine.audit()
-    arm.turns = [
-        (old[0] + new[0], old[1] + new[1]) for old, new in zip(arm.turns or [(0, 0), (0, 0)], turns, strict=True)
-    ]
     arm.hidden_pages = min([*hidden, *([arm.hidden_pages] if arm.seconds else [])])
     arm.seconds += time.perf_counter() - began
     arm.red_at_most = arm.trials // 4
 
 
-def count(arm: Arm, fact: Fact, result: Result) -> bool:
-    """Add one answer to the arm; whether it holds the expected value."""
+def count(arm: Arm, fact: Fact, result: Result) -> None:
+    """Add one answer to the arm."""
     hit = matches(result.text, fact.expected)
     arm.trials += 1
     arm.hits += hit
+    arm.outcomes.append(hit)
     if not hit:
         if not result.text.strip() or result.finish == "length":
             arm.inconclusive += 1
@@ -157,7 +153,6 @@ def count(arm: Arm, fact: Fact, result: Result) -> bool:
             arm.silent_wrong += 1
     arm.pages_selected += result.recall.pages_selected
     arm.bytes_fetched += result.recall.bytes_fetched
-    return hit
 
 
 def _excluding(engine: Engine, document: Document, prefill: str) -> Settings:
@@ -176,8 +171,9 @@ def _excluding(engine: Engine, document: Document, prefill: str) -> Settings:
 
 
 def _instrument(arms: list[Arm]) -> list[Check]:
-    """Pages were hidden where the pool is smaller than the prompt, and none where it is not."""
+    """Pages were hidden where the pool is smaller than the prompt, and none where it is not; what recall lost and won."""
     checks = []
+    dense = {arm.task: arm for arm in arms if arm.kind == "dense"}
     for arm in arms:
         if arm.name == "fitting":
             ok, detail = arm.hidden_pages == 0, f"{arm.hidden_pages} pages hidden, none expected"
@@ -185,7 +181,10 @@ def _instrument(arms: list[Arm]) -> list[Check]:
             ok, detail = arm.hidden_pages == 0, f"{arm.hidden_pages} pages hidden from an exact pass"
         elif arm.kind == "positive":
             ok = arm.hidden_pages > 0 and arm.pages_selected > 0
-            detail = f"{arm.hidden_pages} pages hidden, {arm.pages_selected} selected"
+            lost, won = arm.against(dense[arm.task])
+            detail = (
+                f"{arm.hidden_pages} pages hidden, {arm.pages_selected} selected; against dense lost {lost}, won {won}"
+            )
         else:
             ok, detail = arm.hidden_pages > 0, f"{arm.hidden_pages} pages hidden"
         checks.append(Check(f"instrument, {arm.label}", ok, detail))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.errors import ConfigError
@@ -59,13 +58,6 @@ def run_gate(
     """Load `config.model` (a path) and run one gate under the user's settings."""
     if name not in GATES:
         raise ConfigError(f"there is no gate '{name}'", f"one of {', '.join(GATES)}")
-    from engine.device import resolve_device, resolve_dtype, set_threads
-    from engine.model.load import load_model
-    from gates.context import Context
+    from gates.context import load_context
 
-    device = resolve_device(config.device)
-    set_threads(config.threads)
-    model = load_model(Path(config.model), device, resolve_dtype(config.dtype, device))
-    if model.chat is None:
-        raise ConfigError(f"{model.name} has no chat template, which gates ask their questions in", "use a chat model")
-    return import_module(GATES[name].module).run(Context(config, model, quick, seeds, progress))
+    return import_module(GATES[name].module).run(load_context(config, quick=quick, seeds=seeds, say=progress))

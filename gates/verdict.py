@@ -26,7 +26,7 @@ class Arm:
     twin: str = ""  # the arm that differs in one setting only and must be green for this control to count
     red_at_most: int = 0  # controls: hits up to here are red
     note: str = ""
-    turns: list[tuple[int, int]] = field(default_factory=list)  # (hits, trials) by turn
+    outcomes: list[bool] = field(default_factory=list)  # by trial and turn, in the order of asking
 
     @property
     def green(self) -> bool:
@@ -35,6 +35,11 @@ class Arm:
     @property
     def red(self) -> bool:
         return self.hits <= self.red_at_most and self.trials > 0
+
+    def against(self, other: Arm) -> tuple[int, int]:
+        """(lost, won): trials that `other` answered and this arm did not, and the reverse."""
+        pairs = list(zip(other.outcomes, self.outcomes, strict=True))
+        return pairs.count((True, False)), pairs.count((False, True))
 
     @property
     def label(self) -> str:

@@ -9,6 +9,7 @@ import typer
 
 from engine.errors import KVRingError
 from kvring_cli import console
+from kvring_cli.commands.bench import bench
 from kvring_cli.commands.chat import chat
 from kvring_cli.commands.gate import gate
 from kvring_cli.commands.inspect import inspect
@@ -27,6 +28,7 @@ app = typer.Typer(
 )
 for command in (run, chat, pull, inspect, gate):
     app.command(no_args_is_help=True)(command)
+app.add_typer(bench, name="bench")
 
 
 def _version(wanted: bool) -> None:

@@ -55,7 +55,7 @@ def gate(
     config = settle(model, flags, verbose).config
     reports: list[Report] = []
     for name in names:
-        with _Progress(name) as progress:
+        with GateProgress(name) as progress:
             found = run_gate(name, config, quick=quick, seeds=seeds, progress=progress)
         if reports:
             console.write("\n")
@@ -117,7 +117,7 @@ def _table(report: Report) -> Any:
     return table
 
 
-class _Progress:
+class GateProgress:
     """`progress(what, share)` of a gate as a bar on stderr; on anything but a terminal, a line for each new step."""
 
     def __init__(self, gate: str) -> None:
@@ -128,7 +128,7 @@ class _Progress:
         self._bar = Progress(*columns, console=console.err(), transient=True)
         self._task = self._bar.add_task(gate, total=1.0)
 
-    def __enter__(self) -> _Progress:
+    def __enter__(self) -> GateProgress:
         if console.err().is_terminal:
             self._bar.start()
         return self
