@@ -171,7 +171,7 @@ def _excluding(engine: Engine, document: Document, prefill: str) -> Settings:
 
 
 def _instrument(arms: list[Arm]) -> list[Check]:
-    """Pages were hidden where the pool is smaller than the prompt and none where it is not; what recall lost and won."""
+    """Pages hidden where the pool is smaller than the prompt and none where it is not; what recall lost and won."""
     checks = []
     dense = {arm.task: arm for arm in arms if arm.kind == "dense"}
     for arm in arms:

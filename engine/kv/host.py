@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -42,12 +42,16 @@ class HostStore:
         self._checksum = np.zeros((pages, shape.layers), dtype=np.uint32) if verify else None
         self.pinned_bytes = self._pin() if pin else 0
 
+    def _pieces(self) -> Iterator[tuple[int, int]]:
+        """(byte offset, bytes) of what is registered at once. No page lies in two: a copy may not cross the border."""
+        total, piece = self.bytes, max(1, _PIN_PIECE // self.shape.page_bytes) * self.shape.page_bytes
+        for start in range(0, total, piece):
+            yield start, min(piece, total - start)
+
     def _pin(self) -> int:
         """Register the store with the driver, piece by piece; bytes that could be pinned."""
         runtime, pinned = torch.cuda.cudart(), 0
-        total = self.data.numel() * self.data.element_size()
-        for start in range(0, total, _PIN_PIECE):
-            size = min(_PIN_PIECE, total - start)
+        for start, size in self._pieces():
             if int(runtime.cudaHostRegister(self.data.data_ptr() + start, size, 0)) != 0:
                 break
             pinned += size
@@ -116,10 +120,9 @@ class HostStore:
         return self._checksum is not None
 
     def close(self) -> None:
-        if self.pinned_bytes:
-            runtime, total = torch.cuda.cudart(), self.pinned_bytes
-            for start in range(0, total, _PIN_PIECE):
-                runtime.cudaHostUnregister(self.data.data_ptr() + start)
+        for start, _ in self._pieces():
+            if start < self.pinned_bytes:
+                torch.cuda.cudart().cudaHostUnregister(self.data.data_ptr() + start)
         self.pinned_bytes = 0
 
 
