@@ -19,7 +19,8 @@ from engine.kv.page import page_count
 from engine.kv.pool import DevicePool
 from engine.kv.transfer import Transfer
 from engine.model.transformer import Transformer
-from engine.ops.attention import SEGMENT, PartialAttention
+from engine.ops.attention import SEGMENT, PartialAttention, takes_few
+from engine.ops.rope import rotate
 from engine.prefix import EXACT
 from engine.recall.digest import Digests
 from engine.recall.recall import Recall
@@ -64,8 +65,9 @@ class _Frame:
     ids: np.ndarray  # page ids of the whole sequence, fresh ones included
     fresh: np.ndarray
     first_row: int  # tokens that the first own page already holds
-    offsets: Tensor  # [T] of each token in its page
     rows: Tensor  # [T] of each token from the first own page's start
+    turns: tuple[Tensor, Tensor]  # cos and sin of the rows: the queries' rotation
+    offset_turns: tuple[Tensor, Tensor]  # of each token's offset in its page: the keys' rotation
     identity: bool  # everything fits in the pool
 
     @property
@@ -109,8 +111,9 @@ class Runner:
                 ids=ids,
                 fresh=np.asarray(fresh, dtype=np.int64),
                 first_row=sequence.length - past * PAGE,
-                offsets=rows % PAGE,
                 rows=rows,
+                turns=self.model.rope.cos_sin(rows),
+                offset_turns=self.model.rope.cos_sin(rows % PAGE),
                 identity=fits(past, len(ids) - past, step.budget.pool),
             )
             if step.mode == "recall" and not frame.identity:
@@ -165,9 +168,8 @@ class Runner:
         """Store the chunk's keys and values, bring the window in, and attend. Shapes as in `Attend`."""
         self._store(frame, layer, k, v)
         rope = self.model.rope
-        turned = rope.rotate(q, frame.rows)
+        turned = rotate(q, *frame.turns)
         partial = PartialAttention(rope, turned, self.host.shape.kv_heads)
-        device = q.device
         if frame.step.mode == "exact" and not frame.identity:
             window = np.arange(frame.past)
             read = self.transfer.stage
@@ -180,16 +182,22 @@ class Runner:
                 self._explain(frame, window, missing)
         # A page's base, counted back from the chunk's first page: its true distance, or its place in the packed window.
         distance = np.arange(len(window), 0, -1) if self.compact else frame.past - window
-        deltas = torch.from_numpy(distance * PAGE).to(device)
-        for start in range(0, len(window), SEGMENT):
-            segment = read(layer, frame.ids[window[start : start + SEGMENT]])
-            partial.add(segment, deltas[start : start + SEGMENT])
+        own = np.arange(frame.past, len(frame.ids))
+        # A few rows take the last segment and the own pages in one go; many rows need the own ones apart, for the mask.
+        split = (len(window) - 1) // SEGMENT * SEGMENT if takes_few(turned) and len(window) else len(window)
+        for start in range(0, split, SEGMENT):
+            part = slice(start, min(start + SEGMENT, split))
+            segment = read(layer, frame.ids[window[part]])
+            partial.add(segment, distance[part])
             if frame.step.observe:
-                frame.step.recall.observe(layer, turned, segment, deltas[start : start + SEGMENT])
+                frame.step.recall.observe(layer, turned, segment, distance[part])
+        rest = len(window) - split
+        segment = read(layer, frame.ids[np.concatenate([window[split:], own])])
+        partial.add(segment, np.concatenate([distance[split:], frame.past - own]), rest * PAGE + frame.first_row)
         if frame.step.observe:
+            if rest:
+                frame.step.recall.observe(layer, turned, segment[:rest], distance[split:])
             frame.step.recall.fix(layer)
-        own = self.pool.read(layer, frame.own)
-        partial.add(own, -PAGE * torch.arange(len(frame.own), device=device), frame.first_row)
         hidden = frame.past - len(window)
         frame.step.trace.hidden_pages = max(frame.step.trace.hidden_pages, hidden)
         frame.step.trace.over_pool |= not frame.identity
@@ -205,8 +213,8 @@ class Runner:
         where = torch.from_numpy(self.pool.slot_of[layer, frame.own].astype(np.int64)).to(data.device)[
             frame.rows // PAGE
         ]
-        data[where, 0, :, frame.offsets] = self.model.rope.rotate(k, frame.offsets)
-        data[where, 1, :, frame.offsets] = v
+        data[where, 0, :, frame.rows % PAGE] = rotate(k, *frame.offset_turns)
+        data[where, 1, :, frame.rows % PAGE] = v
 
     def _window(self, frame: _Frame, layer: int, q: Tensor, turned: Tensor) -> np.ndarray:
         """Logical past pages that this layer sees, ascending."""

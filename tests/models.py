@@ -1,7 +1,6 @@
-"""Tiny random models for the tests, as Hugging Face folders and as GGUF files, and the attention that runs them.
+"""Tiny random models for the tests, as Hugging Face folders, and the attention that runs them.
 
-The folders are written by transformers itself and the GGUF files by the `gguf` package with the row order of
-llama.cpp's converter, so that what reads them is never tested against its own inverse.
+The folders are written by transformers itself, so that what reads them is never tested against its own inverse.
 """
 
 from __future__ import annotations
@@ -10,8 +9,6 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import gguf
-import numpy as np
 import pytest
 import tokenizers
 import torch
@@ -20,7 +17,10 @@ from tokenizers import decoders, pre_tokenizers, trainers
 from torch import Tensor
 
 from engine.errors import ModelError
+from engine.model.load import load_model
 from engine.model.transformer import Transformer
+from engine.text.chat import ChatTemplate
+from engine.text.tokenizer import Tokenizer
 from kvring_cli.models import CATALOGUE, cache_folder, resolve
 
 SHARED_PHANTOM = Path("/work/shared/phantom")
@@ -30,11 +30,41 @@ TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 500000.0,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
 _CLASSES = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
 }
+TEXTS = (
+    "The quick brown fox jumps over the lazy dog.",
+    "Don't stop: I'll say WE'RE here, they've gone.",
+    "def area(r):\n    return 3.14159 * r**2  # round\n",
+    "你好，世界！今天是2024年3月5日，气温12.5度。",
+    "emoji 👩‍👩‍👧 🎉 and é à ü ñ",
+    "   three before, two  between, trailing   ",
+    "tabs\t\tand\n\n\nnew lines  \n x\r\n",
+    "12345 6789012 1,000,000.00 0x1F",
+    "https://example.org/a?b=c&d=%20#e <tag attr='1'/> {json: [1, 2]}",
+    "Привет, мир. مرحبا بالعالم. नमस्ते",
+    "",
+)
+CHAT = [
+    {"role": "system", "content": "You are  terse."},
+    {"role": "user", "content": "What is 12 + 7?\n\nSay it."},
+    {"role": "assistant", "content": "19"},
+    {"role": "user", "content": "再说一遍。 "},
+]
+TOLERANCE = 1e-4
 _CORPUS = [
     "The quick brown fox jumps over the lazy dog.",
     "def f(x):\n    return x + 1\n",
@@ -124,101 +154,6 @@ def tiny_folder(folder: Path, family: str = "llama", seed: int = 0, **changes: o
     return save_folder(tiny_model(family, seed, **changes), folder)
 
 
-def save_gguf(
-    model: transformers.PreTrainedModel,
-    path: Path,
-    kind: str = "F32",
-    raw: dict[str, tuple[np.ndarray, gguf.GGMLQuantizationType]] | None = None,
-    scaling: dict[str, object] | None = None,
-    pre: str = "gpt-2",
-) -> Path:
-    """A GGUF file as llama.cpp's converter writes it; matrices in `kind`, vectors in F32.
-
-    `raw` replaces tensors by bytes of a type that `gguf` can't quantise to. `scaling` adds rope keys, and under
-    "rope_freqs" the tensor of that name.
-    """
-    config, family = model.config, model.config.model_type
-    writer = gguf.GGUFWriter(path, family)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
-    add_byte_level(writer, tiny_tokenizer(), config.vocab_size, pre)
-    for key, value in (scaling or {}).items():
-        if key == "rope_freqs":
-            writer.add_tensor("rope_freqs.weight", np.asarray(value, np.float32))
-        else:
-            {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)](
-                f"{family}.{key}", value
-            )
-    names = gguf.get_tensor_name_map(
-        {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2, "qwen3": gguf.MODEL_ARCH.QWEN3}[family],
-        config.num_hidden_layers,
-    )
-    quant = gguf.GGMLQuantizationType[kind]
-    for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        values = tensor.numpy()
-        if family == "llama" and ".self_attn.q_proj." in name:
-            values = _interleave(values, config.num_attention_heads)
-        if family == "llama" and ".self_attn.k_proj." in name:
-            values = _interleave(values, config.num_key_value_heads)
-        target = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        if raw and target in raw:
-            writer.add_tensor(target, raw[target][0], raw_dtype=raw[target][1])
-        elif values.ndim == 1:
-            writer.add_tensor(target, values)
-        else:
-            writer.add_tensor(target, gguf.quantize(values, quant), raw_dtype=quant)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def _interleave(rows: np.ndarray, heads: int) -> np.ndarray:
-    """`permute` of llama.cpp's convert_hf_to_gguf.py."""
-    return rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
-
-
-def add_byte_level(writer: gguf.GGUFWriter, backend: tokenizers.Tokenizer, rows: int, pre: str) -> None:
-    """The metadata of a byte-level BPE, padded to the embedding's rows as the converter pads it."""
-    import json
-
-    spec = json.loads(backend.to_str())
-    tokens = [token for token, _ in sorted(backend.get_vocab().items(), key=lambda item: item[1])]
-    kinds = [gguf.TokenType.CONTROL if token in SPECIALS else gguf.TokenType.NORMAL for token in tokens]
-    for index in range(len(tokens), rows):
-        tokens.append(f"[PAD{index}]")
-        kinds.append(gguf.TokenType.UNUSED)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(tokens)
-    writer.add_token_types(kinds)
-    writer.add_token_merges([" ".join(pair) for pair in spec["model"]["merges"]])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(2)
-    writer.add_add_bos_token(False)
-    writer.add_chat_template(TEMPLATE)
-
-
-def from_gguf(path: Path) -> transformers.PreTrainedModel:
-    """The GGUF file as transformers reads it."""
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
-
-
 def dense_logits(transformer: Transformer, tokens: Sequence[int]) -> Tensor:
     """Logits of every position, float32 [T, vocab], with plain causal attention over true positions."""
     rope = transformer.rope
@@ -243,3 +178,28 @@ def reference_logits(model: transformers.PreTrainedModel, tokens: Sequence[int])
 
 def random_tokens(count: int, vocab: int = VOCAB, seed: int = 0) -> list[int]:
     return torch.randint(0, vocab, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def furthest(ours: Tensor, theirs: Tensor) -> float:
+    """Largest absolute difference, after making sure that the logits say something."""
+    assert ours.shape == theirs.shape
+    assert ours.dtype == torch.float32
+    assert theirs.std() > 0.1, "the reference's logits are flat: nothing would be seen"
+    return (ours - theirs).abs().max().item()
+
+
+def assert_spans(chat: ChatTemplate, tokenizer: Tokenizer, messages: list[dict]) -> None:
+    encoded = chat.encode(messages, tokenizer)
+    assert len(encoded.spans) == len(messages)
+    for message, (start, end) in zip(messages, encoded.spans, strict=True):
+        held = tokenizer.decode(encoded.ids[start:end], specials=True)
+        assert message["content"].strip() in held
+        assert len(held) - len(message["content"]) < 8, "a token or two at the seams, no more"
+
+
+def refusal(path: Path) -> ModelError:
+    with pytest.raises(ModelError) as caught:
+        load_model(path)
+    assert caught.value.message
+    assert caught.value.fix, f"no fix beside: {caught.value.message}"
+    return caught.value

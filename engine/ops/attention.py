@@ -12,17 +12,23 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.config import PAGE
-from engine.ops.rope import Rotary
+from engine.ops.rope import Rotary, rotate
 
 SEGMENT = 64
 """Pages a segment: 4,096 keys, long enough for a flash kernel, short enough to stage twice."""
 
 _FEW = 8
 """Query rows up to which turning the query beats turning the keys."""
+
+
+def takes_few(q: Tensor) -> bool:
+    """Whether q [T, heads, head_dim] is attended by turning it page by page."""
+    return q.shape[0] <= _FEW
 
 
 class PartialAttention:
@@ -33,14 +39,14 @@ class PartialAttention:
         self.out: Tensor | None = None
         self.lse: Tensor | None = None
 
-    def add(self, kv: Tensor, deltas: Tensor, first_row: int | None = None) -> None:
-        """One segment: kv [n, 2, kv_head, 64, head_dim]; deltas [n]: origin minus each page's base position.
+    def add(self, kv: Tensor, distance: np.ndarray, first_row: int | None = None) -> None:
+        """One segment: kv [n, 2, kv_head, 64, head_dim]; distance int64 [n]: pages from each page up to the origin.
 
         first_row None: every row sees every key. Else these are the chunk's own pages: row r is key `first_row + r`
         of the segment and sees the keys up to itself.
         """
-        rows = _few_rows if self.q.shape[0] <= _FEW else _many_rows
-        self._merge(*rows(self.rope, self.q, kv, deltas, first_row))
+        rows = _few_rows if takes_few(self.q) else _many_rows
+        self._merge(*rows(self.rope, self.q, kv, distance, first_row))
 
     def _merge(self, out: Tensor, lse: Tensor) -> None:
         """Flash-decoding's merge: weights exp(lse - max), as in arXiv 2205.14135, section 3."""
@@ -57,12 +63,14 @@ class PartialAttention:
         return self.out.to(self.q.dtype)
 
 
-def _few_rows(rope: Rotary, q: Tensor, kv: Tensor, deltas: Tensor, first_row: int | None) -> tuple[Tensor, Tensor]:
+def _few_rows(
+    rope: Rotary, q: Tensor, kv: Tensor, distance: np.ndarray, first_row: int | None
+) -> tuple[Tensor, Tensor]:
     """Rotate the query once per page; keys are read as they lie."""
     rows, heads, dim = q.shape
     pages, _, kv_heads, _, _ = kv.shape
     group = heads // kv_heads
-    turned = turn_query(rope, q, deltas)  # [n, T, heads, dim]
+    turned = turn_query(rope, q, distance)  # [n, T, heads, dim]
     turned = (
         turned.view(pages, rows, kv_heads, group, dim)
         .permute(0, 2, 1, 3, 4)
@@ -87,15 +95,19 @@ def _future(pages: int, rows: int, first_row: int, group: int, device: torch.dev
     return key > row
 
 
-def turn_query(rope: Rotary, q: Tensor, deltas: Tensor) -> Tensor:
-    """[n, T, heads, head_dim]: the query as each page sees it, rotated by (origin - base of the page)."""
-    return rope.rotate(q.unsqueeze(0).expand(len(deltas), *q.shape).flatten(1, 2), deltas).view(len(deltas), *q.shape)
+def turn_query(rope: Rotary, q: Tensor, distance: np.ndarray) -> Tensor:
+    """[n, T, heads, head_dim]: the query as each page sees it, rotated on by its distance from the origin."""
+    pages = len(distance)
+    spread = q.unsqueeze(0).expand(pages, *q.shape).flatten(1, 2)
+    return rotate(spread, *rope.page_turns(distance)).view(pages, *q.shape)
 
 
-def _many_rows(rope: Rotary, q: Tensor, kv: Tensor, deltas: Tensor, first_row: int | None) -> tuple[Tensor, Tensor]:
+def _many_rows(
+    rope: Rotary, q: Tensor, kv: Tensor, distance: np.ndarray, first_row: int | None
+) -> tuple[Tensor, Tensor]:
     """Rotate the keys of each page by its base (relative to the chunk's) and run one flash kernel."""
     pages, _, kv_heads, _, dim = kv.shape
-    keys = rope.rotate(kv[:, 0].reshape(pages, kv_heads * PAGE, dim), -deltas)
+    keys = rotate(kv[:, 0].reshape(pages, kv_heads * PAGE, dim), *rope.page_turns(-distance))
     keys = keys.view(pages, kv_heads, PAGE, dim).transpose(0, 1).reshape(kv_heads, pages * PAGE, dim)
     values = kv[:, 1].transpose(0, 1).reshape(kv_heads, pages * PAGE, dim)
     if first_row is None:

@@ -11,9 +11,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from engine.config import PAGE
 from engine.errors import ModelError
 
 KINDS = ("none", "linear", "llama3", "yarn")
@@ -140,11 +142,24 @@ class Rotary:
         self.score_scale = self.attention_factor**2 / math.sqrt(head_dim)
         self.inv_freq = inverse_frequencies(config, head_dim).to(device)
         self._inv_freq64 = self.inv_freq.double()
+        self._reach = -1
+        self._turns: tuple[Tensor, Tensor] = (self.inv_freq, self.inv_freq)
 
     def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Integer positions [...] of any sign, to (cos, sin), each float32 [..., head_dim / 2]."""
         angles = positions.unsqueeze(-1) * self._inv_freq64
         return angles.cos().float(), angles.sin().float()
+
+    def page_turns(self, distance: np.ndarray) -> tuple[Tensor, Tensor]:
+        """(cos, sin) float32 [n, head_dim / 2] of `distance` whole pages, of any sign; looked up, not computed."""
+        reach = int(np.abs(distance).max(initial=0))
+        if reach > self._reach:
+            self._reach = max(64, 2 * reach)
+            pages = torch.arange(-self._reach, self._reach + 1, device=self.inv_freq.device)
+            self._turns = self.cos_sin(pages * PAGE)
+        index = torch.from_numpy(distance + self._reach).to(self.inv_freq.device)
+        cos, sin = self._turns
+        return cos.index_select(0, index), sin.index_select(0, index)
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """x [..., N, H, D] rotated by positions [N] or [..., N]; a negative position undoes a rotation."""

@@ -85,9 +85,9 @@ class Recall:
         if kind is not None and self.settings.control is None and len(closed):
             self.digests.ensure(kind, closed, self.load)
 
-    def observe(self, layer: int, turned: Tensor, segment: Tensor, deltas: Tensor) -> None:
+    def observe(self, layer: int, turned: Tensor, segment: Tensor, distance: np.ndarray) -> None:
         """During an exact pass: keep what each page of `segment` would get from the question's last rows (`mass`)."""
-        self._mass.setdefault(layer, []).append(page_lse(self.rope, turned[-QUERY_ROWS:], segment[:, 0], deltas))
+        self._mass.setdefault(layer, []).append(page_lse(self.rope, turned[-QUERY_ROWS:], segment[:, 0], distance))
 
     def fix(self, layer: int) -> None:
         """The exact pass has seen every page of this layer: its attention mass is the selection's score from now on."""
@@ -151,8 +151,7 @@ class Recall:
             distance = np.arange(len(pages), 0, -1)
             if farthest is not None:
                 distance = np.minimum(distance, farthest)
-            deltas = torch.from_numpy(distance * PAGE).to(turned.device)
-            scores = token_scores(self.digests, self.rope, layer, pages, turned[-QUERY_ROWS:], deltas)
+            scores = token_scores(self.digests, self.rope, layer, pages, turned[-QUERY_ROWS:], distance)
         else:
             scores = digest_scores(self.digests, self.rope, kind, layer, pages, plain[-QUERY_ROWS:])
         return scores.float().cpu().numpy()

@@ -7,6 +7,7 @@ q is [rows, heads, head_dim]; `turned` means rotated to its offset from the chun
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,14 +19,15 @@ BLOCK = 512
 """Pages scored at once: bounds the workspace, whatever the context."""
 
 
-def page_lse(rope: Rotary, q: Tensor, keys: Tensor, deltas: Tensor, key_scales: Tensor | None = None) -> Tensor:
+def page_lse(rope: Rotary, q: Tensor, keys: Tensor, distance: np.ndarray, key_scales: Tensor | None = None) -> Tensor:
     """Log of the softmax mass that each page would get: float32 [kv_head, rows*group, n].
 
-    q [rows, heads, head_dim] turned; keys [n, kv_head, 64, head_dim] rotated by offset; deltas [n] origin minus base.
+    q [rows, heads, head_dim] turned; keys [n, kv_head, 64, head_dim] rotated by offset; distance int64 [n] as in
+    `PartialAttention.add`.
     """
     rows, heads, dim = q.shape
     pages, kv_heads = keys.shape[:2]
-    turned = turn_query(rope, q, deltas).view(pages, rows, kv_heads, heads // kv_heads, dim)
+    turned = turn_query(rope, q, distance).view(pages, rows, kv_heads, heads // kv_heads, dim)
     turned = turned.permute(0, 2, 1, 3, 4).reshape(pages, kv_heads, -1, dim).to(keys.dtype)
     scores = (turned @ keys.transpose(-1, -2)).float()
     if key_scales is not None:
@@ -38,17 +40,19 @@ def mass(lse: Tensor) -> Tensor:
     return torch.softmax(lse, -1).amax(1)
 
 
-def token_scores(digests: Digests, rope: Rotary, layer: int, pages, turned: Tensor, deltas: Tensor) -> Tensor:
+def token_scores(
+    digests: Digests, rope: Rotary, layer: int, pages: np.ndarray, turned: Tensor, distance: np.ndarray
+) -> Tensor:
     """[kv_head, n] from the key codes of `pages` (numpy ids)."""
     parts = []
     for start in range(0, len(pages), BLOCK):
         codes, scales = digests.read("token", layer, pages[start : start + BLOCK])
         codes = unpack_codes(codes) if digests.packed else codes
-        parts.append(page_lse(rope, turned, codes.to(torch.bfloat16), deltas[start : start + BLOCK], scales))
+        parts.append(page_lse(rope, turned, codes.to(torch.bfloat16), distance[start : start + BLOCK], scales))
     return mass(torch.cat(parts, -1))
 
 
-def digest_scores(digests: Digests, rope: Rotary, kind: str, layer: int, pages, plain: Tensor) -> Tensor:
+def digest_scores(digests: Digests, rope: Rotary, kind: str, layer: int, pages: np.ndarray, plain: Tensor) -> Tensor:
     """[kv_head, n] from `mean`, `bounds` or `subpage` digests and the un-rotated query.
 
     Bounds: the largest product that a key inside min..max could have (Quest, arXiv 2406.10774).
