@@ -125,6 +125,14 @@ def test_a_template_that_rewrites_contents_keeps_the_last_question(tokenizer: To
     assert tokenizer.decode(encoded.ids[start:end]) == "which gate?"
 
 
+def test_a_content_in_text_parts_is_text_and_other_parts_are_refused(tokenizer: Tokenizer, chat: ChatTemplate) -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    whole = chat.encode([{"role": "user", "content": "one\ntwo"}], tokenizer)
+    assert chat.encode([{"role": "user", "content": parts}], tokenizer) == whole
+    with pytest.raises(RequestError, match="message 0 holds something other than text"):
+        chat.encode([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], tokenizer)
+
+
 def test_what_a_template_refuses_is_a_request_error(tokenizer: Tokenizer) -> None:
     chat = ChatTemplate("{% if messages[0].role != 'user' %}{{ raise_exception('begin with user') }}{% endif %}x")
     with pytest.raises(RequestError, match="begin with user"):

@@ -49,6 +49,8 @@ def load_model(path: str | Path, device: torch.device | str = "cpu", dtype: torc
             return _load_gguf(path, torch.device(device), dtype)
     if path.suffix == ".gguf":
         raise ModelError(f"{path} doesn't begin as a GGUF file does", "download it again")
+    if path.suffix == ".safetensors":
+        raise ModelError(f"{path} is a part of a model", f"give its folder: {path.parent}")
     raise ModelError(f"{path} is neither a model folder nor a GGUF file", "give a Hugging Face folder or a .gguf file")
 
 

@@ -84,7 +84,9 @@ class ChatTemplate:
         **kwargs: Any,
     ) -> Encoded:
         """Token ids of a conversation and where each message's content lies in them."""
-        _check(messages)
+        messages = [_checked(index, message) for index, message in enumerate(messages)]
+        if not messages:
+            raise RequestError("the conversation is empty", "send at least one message")
         mark = _unused_characters(json.dumps([list(messages), list(tools or [])], ensure_ascii=False, default=str))
         specials = list(tokenizer.special)
         number = {string: str(index) for index, string in enumerate(specials)}
@@ -174,16 +176,23 @@ def _locate(rendered: str, contents: list[str], skeleton: str, mark: str) -> lis
     return places
 
 
-def _check(messages: Sequence[Message]) -> None:
-    if not messages:
-        raise RequestError("the conversation is empty", "send at least one message")
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise RequestError(f"message {index} has no role", 'write it as {"role": "user", "content": "..."}')
+def _checked(index: int, message: Message) -> Message:
+    """The message with a content given as a list of text parts joined, since most templates know text only."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise RequestError(f"message {index} has no role", 'write it as {"role": "user", "content": "..."}')
+    content = message.get("content")
+    if not isinstance(content, list | tuple):
+        return message
+    parts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in content]
+    if not all(isinstance(part, str) for part in parts):
+        raise RequestError(
+            f"message {index} holds something other than text", "send text only: this engine has no eyes"
+        )
+    return {**message, "content": "\n".join(parts)}
 
 
 def _text_of(message: Message) -> str:
-    """A message's content where it is text; parts of other kinds can't be located and count as empty."""
+    """A message's content; empty where it has none, as a tool call may."""
     content = message.get("content")
     return content if isinstance(content, str) else ""
 
