@@ -119,13 +119,25 @@ def test_a_bad_line_of_a_batch_is_named_before_any_work(tmp_path, capsys, line):
 
 
 def test_a_conversation_resumes_and_survives_what_goes_wrong_in_it(document):
-    lines = [f"/file {document}", QUESTION, "/file /nope", "/nope", "x " * 5000, "And again?", "/stats", "/reset", "hi"]
+    lines = [
+        f"/file {document}",
+        QUESTION,
+        "/file /nope",
+        "/file",
+        "/nope",
+        "x " * 5000,
+        "And again?",
+        "/stats",
+        "/reset",
+        "hi",
+    ]
     line = [*KVRING, "chat", str(phantom_folder()), *SMALL, "-n", "4"]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, input="\n".join([*lines, "/exit", "no"]))
     assert done.returncode == 0 and len(done.stdout.splitlines()) == 3
     cached = [int(count.replace(",", "")) for count in re.findall(r"cache ([0-9,]+)", done.stderr)]
     assert cached[0] == 0 and cached[1] > 2500 and cached[2] == 0
-    assert "there is no file /nope" in done.stderr and "/nope is not known" in done.stderr
+    assert "/file needs the path" in done.stderr and "there is no file /nope" in done.stderr
+    assert "/nope is not known" in done.stderr
     assert "no room for an answer" in done.stderr and "pool_pages 32" in done.stderr
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
@@ -91,7 +92,9 @@ class Conversation:
         return True
 
     def add_file(self, path: str) -> None:
-        document = read_file(path, self.encoding)
+        if path in ("", "-"):
+            raise KVRingError("/file needs the path of a file", "/file PATH")
+        document = read_file(os.path.expanduser(path), self.encoding)
         self.waiting.append(join([document], headers=False))
         console.say(f"{path}: {len(document.text):,} characters, sent with the next message")
 
