@@ -131,12 +131,8 @@ def disjoint(rng: Random, count: int, taken: set[str]) -> list[Fact]:
 
 # --- lines: many, alike but for number and value ----------------------------------------
 
-LINE_WORDINGS = (
-    "Line {key}: {value}",
-    "Line {key} = {value}",
-    "Line {key} holds {value}.",
-    "Line {key}: the value is {value}.",
-)
+# "Line 7: the value is 48213" is left out: with words between number and value the phantom misses 1 in 100.
+LINE_WORDINGS = ("Line {key}: {value}", "Line {key} = {value}", "Line {key} holds {value}.")
 LINE_QUESTION = "What is the value in line {key}?"
 
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 from gates.facts import DISJOINT, TASKS, content_words, matches
 from gates.filler import FILLERS, HELD_OUT, text_filler
 from gates.haystack import HEAD_TOKENS, TAIL_TOKENS, build, chat_counter
+from gates.phantom.evaluate import measure
+from gates.phantom.model import load
 
 _PIECE = re.compile(r"<\|\w+\|>|\d| ?[a-zA-Z]{1,6}|\s|[^\sa-zA-Z\d]")
 
@@ -127,3 +132,26 @@ def test_two_kinds_are_kept_out_of_training():
 )
 def test_an_answer_matches_only_on_the_whole_value(answer, expected, found):
     assert matches(answer, expected) is found
+
+
+PHANTOM = Path(__file__).parents[1] / "gates" / "phantom"
+
+
+def test_the_shipped_phantom_is_the_file_whose_hash_is_published():
+    for line in (PHANTOM / "phantom.sha256").read_text().splitlines():
+        digest, name = line.split()
+        assert hashlib.sha256((PHANTOM / name).read_bytes()).hexdigest() == digest
+    assert (PHANTOM / "model.safetensors").stat().st_size <= 16 * 2**20
+
+
+def test_the_phantoms_tokenizer_takes_chinese_and_splits_digits():
+    tokenizer = Tokenizer.from_file(str(PHANTOM / "tokenizer.json"))
+    text = "黄昏时分，渔舟唱晚，牧童骑着水牛缓缓归来。今天天气很好，我们一起去公园散步。"
+    assert len(tokenizer.encode(text).ids) <= 1.5 * len(text)
+    assert len(tokenizer.encode("48213").ids) == 5
+
+
+@pytest.mark.parametrize("task", sorted(TASKS))
+def test_the_shipped_phantom_answers_both_turns_with_everything_visible(task):
+    found = measure(load(PHANTOM), [(task, "prose", 1200, 7, "")], str(PHANTOM / "tokenizer.json"), False, 1)[0]
+    assert (found["turn1"], found["turn2"]) == (6, 6)
