@@ -30,13 +30,20 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto`: bfloat16 on CUDA, float32 on a CPU."""
+def resolve_dtype(name: str, device: torch.device, model: str = "") -> torch.dtype:
+    """`auto`: bfloat16 on CUDA, and for a GGUF file where the CPU multiplies it in hardware; else float32."""
     if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
+        fast = device.type == "cuda" or (model.endswith(".gguf") and _cpu_multiplies_bfloat16())
+        return torch.bfloat16 if fast else torch.float32
     if name not in DTYPES:
         raise ConfigError(f"dtype '{name}' is not known", f"one of auto, {', '.join(DTYPES)}")
     return DTYPES[name]
+
+
+def _cpu_multiplies_bfloat16() -> bool:
+    capabilities = torch.backends.cpu.get_cpu_capability() if hasattr(torch.backends.cpu, "get_cpu_capability") else ""
+    checks = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
+    return "AVX512" in capabilities and any(check() for check in checks if check is not None)
 
 
 def set_threads(threads: int | None) -> None:

@@ -14,10 +14,10 @@ from engine import prepare as _prepare
 from engine.audit import audit
 from engine.config import PAGE, EngineConfig, RecallParams, SamplingParams
 from engine.device import free_memory, resolve_device, resolve_dtype, set_threads
-from engine.errors import EngineError, KVRingError, OutOfMemoryError, RequestError
+from engine.errors import EngineError, RequestError
 from engine.kv.budget import plan_capacity
 from engine.kv.host import HostStore
-from engine.kv.page import KVShape, page_count
+from engine.kv.page import KVShape
 from engine.kv.pool import DevicePool
 from engine.model.load import LoadedModel, load_model
 from engine.ops.attention import SEGMENT
@@ -25,17 +25,16 @@ from engine.prefix import PrefixIndex
 from engine.prepare import Prepared
 from engine.recall.digest import KIND_OF, Digests, digest_token_bytes
 from engine.result import Progress, Result, Token
-from engine.runner import Runner, StepInput
-from engine.scheduler import Chunk, schedule
-from engine.sequence import Sequence
+from engine.runner import Runner
 from engine.session import Session
 from engine.stats import EngineStats
+from engine.turns import Turns, named
 
 Event = Progress | Token | Result
 
 
 class Engine:
-    """One model over one ring. One request at a time; `generate` from another thread waits its turn."""
+    """One model over one ring. `admit`, `step` and `cancel` serve many requests; `generate` is all three for one."""
 
     def __init__(self, config: EngineConfig, model: LoadedModel) -> None:
         """Use `Engine.load`; this form shares a loaded model between engines of different settings."""
@@ -65,9 +64,9 @@ class Engine:
             transformer, pool, self._host, digests, kind if self.capacity.ring else None, config.positions == "compact"
         )
         self._prefix = PrefixIndex()
-        self._live: list[Sequence] = []
         self._turn = threading.RLock()
         self._stats = EngineStats()
+        self._turns = Turns(config, self._runner, self._prefix, self._stats)
         self._closed = False
 
     @classmethod
@@ -75,7 +74,7 @@ class Engine:
         """Read the model and reserve the tiers; KVRingError with the numbers and the knob if it can't be served."""
         device = resolve_device(config.device)
         set_threads(config.threads)
-        return cls(config, model or load_model(config.model, device, resolve_dtype(config.dtype, device)))
+        return cls(config, model or load_model(config.model, device, resolve_dtype(config.dtype, device, config.model)))
 
     def count_tokens(self, prompt: str | Seq[Mapping[str, Any]], **template: Any) -> int:
         """Tokens of a raw text or of messages in the model's template."""
@@ -94,18 +93,44 @@ class Engine:
 
     def generate(self, prepared: Prepared) -> Iterator[Event]:
         """Progress while the prompt is computed, then tokens, then the Result. Closing the iterator cancels cleanly."""
-        if prepared.used:
-            raise RequestError("this prepared prompt was used already", "prepare it again")
-        prepared.used = True
-        with self._turn, _memory_errors():
+        session = self.admit(prepared)
+        try:
+            while not (session.done and not session.outbox):
+                if not session.outbox:
+                    self.step()
+                while session.outbox:
+                    event = session.outbox.popleft()
+                    if isinstance(event, BaseException):
+                        raise event
+                    yield event
+        finally:
+            self.cancel(session)
+
+    def admit(self, prepared: Prepared) -> Session:
+        """Take a request in: it resumes from its checkpoint, and `step` serves it from now on."""
+        with self._turn:
             self._open_or_raise()
+            if prepared.used:
+                raise RequestError("this prepared prompt was used already", "prepare it again")
+            prepared.used = True
             session = Session(self._runner, prepared, self.model.tokenizer)
-            self._live.append(session.sequence)
-            try:
-                self._resume(session)
-                yield from self._run(session)
-            finally:
-                self._retire(session)
+            self._turns.admit(session)
+            return session
+
+    def step(self) -> bool:
+        """One turn: a chunk of one prompt, then one token of every answer. False when there was nothing to do.
+
+        Events and errors go to each session's outbox; one session's error ends that session only.
+        """
+        with self._turn:
+            self._open_or_raise()
+            return self._turns.step()
+
+    def cancel(self, session: Session) -> None:
+        """End a request now; what it computed stays as a checkpoint. Nothing to do if it has ended."""
+        with self._turn:
+            if not session.done:
+                self._turns.retire(session)
 
     def complete(self, prepared: Prepared) -> Result:
         """`generate` to its end, only the Result."""
@@ -124,14 +149,19 @@ class Engine:
         params = SamplingParams(max_tokens=1)
         settings = _prepare.prepare(self.model, self.config, self.capacity, "a", params, recall or RecallParams())
         settings.tokens, settings.query = list(tokens), (len(tokens), len(tokens))
-        with self._turn, _memory_errors():
+        with self._turn:
             self._open_or_raise()
             session = Session(self._runner, settings, self.model.tokenizer)
-            self._live.append(session.sequence)
+            self._turns.active.append(session)
+            rows = []
             try:
-                rows = [self._step(session, chunk, "all") for chunk in self._chunks(session, 0)]
+                session.phases = self._turns.phases(session)
+                while session.phases:
+                    rows.append(self._turns.next_chunk(session, "all"))
+            except Exception as error:
+                raise named(error) from error
             finally:
-                self._live.remove(session.sequence)
+                self._turns.active.remove(session)
                 self._runner.release(session.sequence.pages)
         return torch.cat(rows)
 
@@ -141,7 +171,7 @@ class Engine:
             raise EngineError("only an engine of the same loaded model can be adopted from")
         with self._turn, other._turn:
             pages, tags = other._prefix.match(prepared.tokens, Session.accepts(prepared))
-            self._make_room(len(pages))
+            self._turns.make_room(len(pages))
             fresh = self._host.allocate(len(pages))
             self._host.data[fresh] = other._host.data[pages]
             self._host.seal(fresh)
@@ -170,7 +200,7 @@ class Engine:
         with self._turn:
             if deep:
                 self._runner.transfer.settle(wait=True)
-            return audit(self._runner, self._live, self._prefix, deep)
+            return audit(self._runner, [session.sequence for session in self._turns.active], self._prefix, deep)
 
     def forget(self) -> None:
         """Drop every checkpoint: the next turn starts cold."""
@@ -188,93 +218,3 @@ class Engine:
     def _open_or_raise(self) -> None:
         if self._closed:
             raise EngineError("the engine is closed", "load it again")
-
-    def _resume(self, session: Session) -> None:
-        """Take the longest checkpoint that this request accepts; at least one token is always computed."""
-        if not self.config.reuse:
-            return
-        tokens = session.prepared.tokens
-        pages, tags = self._prefix.match(tokens[:-1], Session.accepts(session.prepared))
-        self._host.retain(pages)
-        session.resume(pages, tags)
-
-    def _chunks(self, session: Session, resume: int) -> list[Chunk]:
-        prepared = session.prepared
-        return schedule(
-            prepared.plan,
-            resume,
-            prepared.query[0],
-            len(prepared.tokens),
-            prepared.budget.pool,
-            self.config.prefill_chunk,
-        )
-
-    def _run(self, session: Session) -> Iterator[Event]:
-        prepared = session.prepared
-        total = len(prepared.tokens)
-        chunks = self._chunks(session, session.cached)
-        logits = None
-        yield Progress(session.cached, total, chunks[0].mode)
-        for chunk in chunks:
-            logits = self._step(session, chunk, "last" if chunk.end == total else "none")
-            yield Progress(chunk.end, total, chunk.mode)
-        session.prefilled()
-        while True:
-            token = session.draw(logits[-1])
-            yield token
-            if session.finish is not None:
-                break
-            logits = self._advance(session, (token.id,), prepared.plan.decode)
-        result = session.result()
-        self._stats.count(result)
-        yield result
-
-    def _step(self, session: Session, chunk: Chunk, rows: str) -> Tensor | None:
-        session.enter(chunk)
-        tokens = tuple(session.prepared.tokens[chunk.start : chunk.end])
-        return self._advance(session, tokens, chunk.mode, rows, chunk.observe)
-
-    def _advance(
-        self, session: Session, tokens: tuple[int, ...], mode: str, rows: str = "last", observe: bool = False
-    ) -> Tensor | None:
-        sequence = session.sequence
-        self._make_room(page_count(sequence.length + len(tokens)) - len(sequence.pages))
-        prepared = session.prepared
-        return self._runner.step(
-            StepInput(
-                sequence, tokens, mode, prepared.budget, session.recall, session.trace, rows, observe, prepared.explain
-            )
-        )
-
-    def _make_room(self, pages: int) -> None:
-        short = pages - self._host.free_pages
-        if short > 0:
-            self._runner.release(self._prefix.evict(short, self._host.references))
-
-    def _retire(self, session: Session) -> None:
-        """Publish the closed pages as a checkpoint and let go of the rest; also after a cancel or an error."""
-        sequence = session.sequence
-        self._live.remove(sequence)
-        if self.config.reuse:
-            self._runner.transfer.settle(wait=True)
-            self._host.retain(self._prefix.publish(sequence.tokens, sequence.pages[: sequence.closed], sequence.tags))
-        self._runner.release(sequence.pages)
-
-
-class _memory_errors:
-    """Out of memory inside a request becomes an OutOfMemoryError; the request's pages are freed by then."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        if error is None or isinstance(error, KVRingError):
-            return
-        text = str(error)
-        if isinstance(error, MemoryError | torch.cuda.OutOfMemoryError) or "can't allocate memory" in text:
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-            raise OutOfMemoryError(
-                f"memory ran out inside the request: {text.splitlines()[0] if text else 'no detail'}",
-                "lower --prefill-chunk or --kv-capacity, or free memory; the engine serves on",
-            ) from error

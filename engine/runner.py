@@ -1,4 +1,4 @@
-"""The only place where model, kv and recall meet: one step of one sequence.
+"""The only place where model, kv and recall meet: one step of one sequence, or of several together.
 
 A step reserves pages, runs the model, and publishes: tokens count, pages close and are copied to the host only when
 everything has worked. Whatever stops it half-way, the sequence and the tables are as they were before (invariant 7).
@@ -6,6 +6,7 @@ everything has worked. Whatever stops it half-way, the sequence and the tables a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,7 +27,7 @@ from engine.recall.digest import Digests
 from engine.recall.recall import Recall
 from engine.recall.select import EMPTY, REASONS
 from engine.recall.window import fits, span
-from engine.sequence import Sequence
+from engine.sequence import Sequence as TokenSequence
 
 
 @dataclass
@@ -45,7 +46,7 @@ class Trace:
 class StepInput:
     """The whole input of a step. `tokens` follow what `sequence` holds; `logits`: none, last or all rows."""
 
-    sequence: Sequence
+    sequence: TokenSequence
     tokens: tuple[int, ...]
     mode: str  # exact | recall | window
     budget: WindowBudget
@@ -62,6 +63,7 @@ class _Frame:
 
     step: StepInput
     past: int  # pages before the chunk's first own page
+    end: int  # tokens of the sequence after the step
     ids: np.ndarray  # page ids of the whole sequence, fresh ones included
     fresh: np.ndarray
     first_row: int  # tokens that the first own page already holds
@@ -73,6 +75,27 @@ class _Frame:
     @property
     def own(self) -> np.ndarray:
         return self.ids[self.past :]
+
+    @property
+    def tag(self) -> str:
+        """How the pages that this step closes were computed."""
+        if self.identity or self.step.mode == "exact":
+            return EXACT
+        return "window" if self.step.mode == "window" else self.step.recall.settings.tag
+
+    def begin(self) -> None:
+        """Make what this step's scorer reads and the pages lack."""
+        self.step.trace.hidden_pages = 0
+        if self.step.mode == "recall" and not self.identity:
+            self.step.recall.begin_step(self.ids[: self.past])
+
+    def publish(self) -> None:
+        """The step is part of its sequence from now on."""
+        sequence = self.step.sequence
+        sequence.pages.extend(self.fresh.tolist())
+        sequence.tokens.extend(self.step.tokens)
+        sequence.tags.extend([self.tag] * (sequence.closed - len(sequence.tags)))
+        self.step.trace.steps += 1
 
 
 class Runner:
@@ -93,68 +116,84 @@ class Runner:
         self.compact = compact
 
     @torch.inference_mode()
-    def step(self, step: StepInput) -> Tensor | None:
-        """Compute `step.tokens`, append them, and return float32 logits [rows, vocab] (None for `none`)."""
-        sequence, device = step.sequence, self.model.device
+    def step(self, steps: Sequence[StepInput]) -> list[Tensor | None]:
+        """Compute each step's tokens in one forward pass and append them; float32 logits [rows, vocab] of each.
+
+        All or nothing: whatever is raised, no sequence has changed.
+        """
         self.transfer.settle()
-        end = sequence.length + len(step.tokens)
-        fresh = self.host.allocate(page_count(end) - len(sequence.pages))
-        past = sequence.closed
+        frames: list[_Frame] = []
         try:
-            self.pool.pinned[fresh] = True
-            self.pool.begin_step()
-            ids = np.asarray(sequence.pages + fresh, dtype=np.int64)
-            rows = torch.arange(sequence.length - past * PAGE, end - past * PAGE, device=device)
-            frame = _Frame(
-                step=step,
-                past=past,
-                ids=ids,
-                fresh=np.asarray(fresh, dtype=np.int64),
-                first_row=sequence.length - past * PAGE,
-                rows=rows,
-                turns=self.model.rope.cos_sin(rows),
-                offset_turns=self.model.rope.cos_sin(rows % PAGE),
-                identity=fits(past, len(ids) - past, step.budget.pool),
-            )
-            if step.mode == "recall" and not frame.identity:
-                step.recall.begin_step(ids[:past])
-            step.trace.hidden_pages = 0
-            hidden = self.model.forward(
-                torch.tensor(step.tokens, dtype=torch.int64, device=device),
-                lambda layer, q, k, v: self._attend(frame, layer, q, k, v),
-            )
-            logits = None
-            if step.logits != "none":
-                logits = self.model.logits(hidden if step.logits == "all" else hidden[-1:])
-            self._close(sequence, ids, end)
+            for step in steps:
+                frames.append(self._frame(step))
+                frames[-1].begin()
+            tokens = torch.tensor([token for step in steps for token in step.tokens], device=self.model.device)
+            hidden = self.model.forward(tokens, lambda layer, q, k, v: self._attend_each(frames, layer, q, k, v))
+            logits = self._logits(frames, hidden)
+            for frame in frames:
+                self._close(frame)
         except BaseException:
-            self._undo(sequence, fresh, past)
+            for frame in frames:
+                self._undo(frame)
             raise
-        sequence.pages.extend(fresh)
-        sequence.tokens.extend(step.tokens)
-        tag = EXACT if frame.identity or step.mode == "exact" else step.recall.settings.tag
-        if step.mode == "window" and not frame.identity:
-            tag = "window"
-        sequence.tags.extend([tag] * (sequence.closed - len(sequence.tags)))
-        step.trace.steps += 1
+        for frame in frames:
+            frame.publish()
         return logits
 
-    def _close(self, sequence: Sequence, ids: np.ndarray, end: int) -> None:
+    def _frame(self, step: StepInput) -> _Frame:
+        """Reserve the step's pages and lay out its geometry."""
+        sequence = step.sequence
+        past, end = sequence.closed, sequence.length + len(step.tokens)
+        fresh = self.host.allocate(page_count(end) - len(sequence.pages))
+        self.pool.pinned[fresh] = True
+        rows = torch.arange(sequence.length - past * PAGE, end - past * PAGE, device=self.model.device)
+        ids = np.asarray(sequence.pages + fresh, dtype=np.int64)
+        return _Frame(
+            step=step,
+            past=past,
+            end=end,
+            ids=ids,
+            fresh=np.asarray(fresh, dtype=np.int64),
+            first_row=sequence.length - past * PAGE,
+            rows=rows,
+            turns=self.model.rope.cos_sin(rows),
+            offset_turns=self.model.rope.cos_sin(rows % PAGE),
+            identity=fits(past, len(ids) - past, step.budget.pool),
+        )
+
+    def _logits(self, frames: list[_Frame], hidden: Tensor) -> list[Tensor | None]:
+        """hidden [all tokens, hidden]; the rows that were asked for go through the head together."""
+        rows = []
+        for frame, part in zip(frames, hidden.split([len(frame.step.tokens) for frame in frames]), strict=True):
+            rows.append({"none": part[:0], "last": part[-1:], "all": part}[frame.step.logits])
+        if not any(map(len, rows)):
+            return [None] * len(frames)
+        split = self.model.logits(torch.cat(rows)).split([len(part) for part in rows])
+        return [part if len(part) else None for part in split]
+
+    def _attend_each(self, frames: list[_Frame], layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if len(frames) == 1:
+            return self._attend(frames[0], layer, q, k, v)
+        sizes = [len(frame.step.tokens) for frame in frames]
+        parts = zip(frames, q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
+        return torch.cat([self._attend(frame, layer, *qkv) for frame, *qkv in parts])
+
+    def _close(self, frame: _Frame) -> None:
         """Digest the pages that this step filled and start their copy to the host."""
-        closed = ids[sequence.closed : end // PAGE]
+        closed = frame.ids[frame.past : frame.end // PAGE]
         if len(closed):
             if self.digest_kind is not None:
                 self.digests.ensure(self.digest_kind, closed, self.pool.read)
             self.transfer.write_through(closed.tolist())
 
-    def _undo(self, sequence: Sequence, fresh: list[int], past: int) -> None:
+    def _undo(self, frame: _Frame) -> None:
         """The step did not happen: its pages are free again and the open page is open, pinned and without a replica."""
         self.transfer.settle(wait=True)
-        opened = sequence.pages[past:]
+        opened = frame.step.sequence.pages[frame.past :]
         self.digests.forget(opened)
         self.host.replica[opened] = False
         self.pool.pinned[opened] = True
-        self.release(fresh)
+        self.release(frame.fresh.tolist())
 
     def release(self, pages: list[int]) -> None:
         """Let go of one reference to each page; pages that nobody holds leave every table."""
@@ -166,6 +205,7 @@ class Runner:
 
     def _attend(self, frame: _Frame, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store the chunk's keys and values, bring the window in, and attend. Shapes as in `Attend`."""
+        self.pool.begin_step()  # what another sequence used in this layer may go now
         self._store(frame, layer, k, v)
         rope = self.model.rope
         turned = rotate(q, *frame.turns)
@@ -210,10 +250,15 @@ class Runner:
         data = self.pool.data[layer]
         if len(slots):
             data[torch.from_numpy(slots.astype(np.int64)).to(data.device)] = 0  # 0 x a stale NaN would be NaN
+        keys = rotate(k, *frame.offset_turns)
+        if len(k) == 1:  # a decode step: two plain copies, where an indexed write costs ten times as much
+            place = data[int(self.pool.slot_of[layer, frame.own[0]]), :, :, frame.first_row]
+            place[0], place[1] = keys[0], v[0]
+            return
         where = torch.from_numpy(self.pool.slot_of[layer, frame.own].astype(np.int64)).to(data.device)[
             frame.rows // PAGE
         ]
-        data[where, 0, :, frame.rows % PAGE] = rotate(k, *frame.offset_turns)
+        data[where, 0, :, frame.rows % PAGE] = keys
         data[where, 1, :, frame.rows % PAGE] = v
 
     def _window(self, frame: _Frame, layer: int, q: Tensor, turned: Tensor) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""In which chunks, and with which attention, a prompt is computed. Pure.
+"""In which phases, and with which attention, a prompt is computed. Pure.
 
 `auto` is exact for bulk and recall for a suffix too short to hide the stream of cold pages behind its compute. A
 `window` prefill still reads the question with the decode's attention: what the chunk before it stored can be recalled.
@@ -19,13 +19,19 @@ QUESTION_CHUNK = 256
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """Tokens [start, end) of the prompt, computed in one step."""
+class Phase:
+    """Tokens [start, end) of the prompt under one kind of attention, computed in steps of at most `size` tokens."""
 
     start: int
     end: int
     mode: str  # exact | recall | window
+    size: int
     observe: bool = False  # keep this exact pass's attention mass for the selection
+
+    def step(self, position: int, room: int) -> int:
+        """Where the step that begins at `position` ends, if the pool has room for `room` tokens of it."""
+        size = max(PAGE, min(self.size, room) // PAGE * PAGE)
+        return min(self.end, position + size)
 
 
 @dataclass(frozen=True)
@@ -43,27 +49,22 @@ class Plan:
         return "exact" if self.mass else self.decode
 
 
-def schedule(plan: Plan, resume: int, question: int, total: int, pool_pages: int, chunk: int) -> list[Chunk]:
-    """Chunks for tokens [resume, total) of a prompt whose question begins at token `question`; resume is on a page."""
+def schedule(plan: Plan, resume: int, question: int, total: int, pool_pages: int, chunk: int) -> list[Phase]:
+    """Phases for tokens [resume, total) of a prompt whose question begins at token `question`; resume is on a page."""
     if page_count(total) <= pool_pages:
-        return _cut(resume, total, "exact", chunk)
+        return [Phase(resume, total, "exact", chunk)]
     short = total - resume < HIDING and resume > 0
-    # The question's chunk begins on a page, and is never longer than what recall may read at once.
-    tail = max(resume, max(question, total - HIDING + 1) // PAGE * PAGE)
+    # The question's phase begins on a page, and is never longer than what recall may read at once.
+    tail = max(resume, min(max(question, total - HIDING + 1), total - 1) // PAGE * PAGE)
     prefill = plan.prefill
     if prefill == "auto":
         prefill = "exact" if not (short or plan.compact) else "recall"
         if prefill == "recall" and plan.decode != "recall":
             prefill = plan.question
-    if prefill == "exact" and not plan.mass:
-        return _cut(resume, total, "exact", chunk)
-    chunks = _cut(resume, tail, prefill, chunk)
+    bulk = [Phase(resume, tail, prefill, chunk)] if tail > resume else []
     if plan.mass:
-        return [*chunks, Chunk(tail, total, "exact", observe=True)]
+        return [*bulk, Phase(tail, total, "exact", HIDING, observe=True)]
+    if prefill == "exact":
+        return [Phase(resume, total, "exact", chunk)]
     mode = plan.question if prefill == "window" else prefill
-    return [*chunks, *_cut(tail, total, mode, QUESTION_CHUNK)]
-
-
-def _cut(start: int, end: int, mode: str, size: int) -> list[Chunk]:
-    size = max(PAGE, size // PAGE * PAGE)
-    return [Chunk(at, min(at + size, end), mode) for at in range(start, end, size)]
+    return [*bulk, Phase(tail, total, mode, QUESTION_CHUNK)]

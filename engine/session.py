@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 
 import numpy as np
 from torch import Tensor
@@ -10,17 +11,17 @@ from torch import Tensor
 from engine.config import PAGE
 from engine.prepare import Prepared
 from engine.recall.recall import Recall
-from engine.result import PageView, RecallReport, Result, Timings, Token, Usage
+from engine.result import PageView, Progress, RecallReport, Result, Timings, Token, Usage
 from engine.runner import Runner, Trace
 from engine.sampler import Sampler
-from engine.scheduler import Chunk
+from engine.scheduler import Phase
 from engine.sequence import Sequence
 from engine.text.stop import StopMatcher
 from engine.text.tokenizer import StreamDecoder, Tokenizer
 
 
 class Session:
-    """Created when the request's turn comes. The engine drives it; it never calls back."""
+    """Created when the request is admitted. The engine drives it and fills `outbox`; it never calls back."""
 
     def __init__(self, runner: Runner, prepared: Prepared, tokenizer: Tokenizer) -> None:
         self.prepared = prepared
@@ -30,7 +31,11 @@ class Session:
             prepared.settings, runner.host.shape, runner.digests, runner.model.rope, runner.transfer.load
         )
         self.cached = 0
+        self.phases: list[Phase] = []  # of the prompt, those not finished
+        self.pending: int | None = None  # the token that was drawn and not yet computed
         self.finish: str | None = None
+        self.done = False
+        self.outbox: deque[Progress | Token | Result | BaseException] = deque()
         self._runner = runner
         self._eos = frozenset(tokenizer.eos)
         self._sampler = Sampler(prepared.sampling, prepared.tokens)
@@ -59,14 +64,14 @@ class Session:
         self.cached = len(tags) * PAGE
         self.sequence.tokens = self.prepared.tokens[: self.cached]
 
-    def enter(self, chunk: Chunk) -> None:
-        """Before a chunk of the prompt: note its mode, and ask the question when its first token comes up."""
-        if not self._modes or self._modes[-1] != chunk.mode:
-            self._modes.append(chunk.mode)
-        start, end = self.prepared.query
-        if chunk.start <= max(start, self.cached) < chunk.end and start < end:
+    def enter(self, phase: Phase, start: int, end: int) -> None:
+        """Before a step of the prompt: note its mode, and ask the question when its first token comes up."""
+        if not self._modes or self._modes[-1] != phase.mode:
+            self._modes.append(phase.mode)
+        first, last = self.prepared.query
+        if start <= max(first, self.cached) < end and first < last:
             tokens = np.asarray(self.prepared.tokens, dtype=np.int64)
-            self.recall.ask(tokens[: chunk.start], tokens[start:end])
+            self.recall.ask(tokens[:start], tokens[first:last])
 
     def prefilled(self) -> None:
         self._prefilled = time.perf_counter()

@@ -14,6 +14,7 @@ ORDER = [
     ("engine.model", "engine.kv", "engine.recall"),
     ("engine.device", "engine.prefix", "engine.sequence", "engine.sampler", "engine.result"),
     ("engine.scheduler", "engine.prepare", "engine.runner", "engine.session", "engine.audit", "engine.stats"),
+    ("engine.turns",),
     ("engine.engine",),
     ("gates",),
     ("kvring_cli",),
@@ -73,14 +74,7 @@ def test_the_model_and_the_ring_do_not_import_each_other():
 
 
 def test_the_command_line_reaches_the_engine_through_its_facade_only():
-    below = (
-        "engine.runner",
-        "engine.kv.pool",
-        "engine.kv.host",
-        "engine.kv.transfer",
-        "engine.session",
-        "engine.prefix",
-    )
+    below = {f"engine.{name}" for name in ("runner", "kv.pool", "kv.host", "kv.transfer", "session", "prefix", "turns")}
     for module, path in sources():
         if module.startswith(("kvring_cli", "gates")):
             assert not imports(path) & below, module

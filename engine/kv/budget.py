@@ -40,6 +40,20 @@ class WindowBudget:
     recent: int
     free: int
 
+    def part(self, requests: int) -> WindowBudget:
+        """One request's fair share while `requests` of them are active."""
+        if requests <= 1:
+            return self
+        pool = self.pool // requests
+        sink, free = min(self.sink, pool // 4), min(self.free, pool // 8)
+        selection = self.selection * pool // self.pool
+        return WindowBudget(pool, sink, selection, pool - sink - selection - free, free)
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens that one step may add: its own pages take at most half of what sink and working pages leave."""
+        return max(1, (self.pool - self.sink - self.free - 2) // 2) * PAGE
+
 
 @dataclass(frozen=True)
 class Capacity:

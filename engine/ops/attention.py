@@ -77,7 +77,9 @@ def _few_rows(
         .reshape(pages, kv_heads, rows * group, dim)
     )
     scores = (turned @ kv[:, 0].transpose(-1, -2)).float() * rope.score_scale  # [n, kv_head, T*group, 64]
-    if first_row is not None:
+    if first_row is not None and rows == 1:  # a decode step: only the rest of the open page lies ahead
+        scores[-1, :, :, first_row - (pages - 1) * PAGE + 1 :] = -math.inf
+    elif first_row is not None:
         scores = scores.masked_fill(_future(pages, rows, first_row, group, q.device), -math.inf)
     peak = scores.amax(dim=(0, 3), keepdim=True)
     weights = torch.exp(scores - peak)

@@ -1,0 +1,171 @@
+"""Whose tokens are computed next: a chunk of one prompt, then one token of every answer, in turn.
+
+A long prompt never starves short ones, answers share each pass over the weights, and one request's error ends that
+request only. Holds the sessions that are being served; nothing here knows of threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from engine.config import EngineConfig
+from engine.errors import OutOfMemoryError
+from engine.kv.budget import WindowBudget
+from engine.kv.page import page_count
+from engine.prefix import PrefixIndex
+from engine.result import Progress
+from engine.runner import Runner, StepInput
+from engine.scheduler import Phase, schedule
+from engine.session import Session
+from engine.stats import EngineStats
+
+
+class Turns:
+    """The active sessions over one runner; checkpoints go to `prefix`, totals to `stats`."""
+
+    def __init__(self, config: EngineConfig, runner: Runner, prefix: PrefixIndex, stats: EngineStats) -> None:
+        self.config, self.runner, self.prefix, self.stats = config, runner, prefix, stats
+        self.active: list[Session] = []
+
+    def admit(self, session: Session) -> None:
+        """Resume the session from its longest checkpoint and lay out the phases of what is left of its prompt."""
+        self.active.append(session)
+        if self.config.reuse:
+            self._resume(session)
+        session.phases = self.phases(session)
+        session.outbox.append(Progress(session.cached, len(session.prepared.tokens), session.phases[0].mode))
+
+    def step(self) -> bool:
+        """One turn; events and errors go to each session's outbox. False when there was nothing to do."""
+        filling = next((session for session in self.active if session.phases), None)
+        if filling is not None:
+            self.active.remove(filling)
+            self.active.append(filling)  # the next turn is another's
+            self._try([filling], self._prefill)
+        answering = [session for session in self.active if session.pending is not None]
+        if answering:
+            self._try(answering, self._decode)
+        return bool(filling or answering)
+
+    def _resume(self, session: Session) -> None:
+        """Take the longest checkpoint that this request accepts; at least one token is always computed."""
+        pages, tags = self.prefix.match(session.prepared.tokens[:-1], Session.accepts(session.prepared))
+        self.runner.host.retain(pages)
+        session.resume(pages, tags)
+
+    def phases(self, session: Session) -> list[Phase]:
+        prepared = session.prepared
+        total, pool = len(prepared.tokens), prepared.budget.pool
+        return schedule(prepared.plan, session.cached, prepared.query[0], total, pool, self.config.prefill_chunk)
+
+    def _try(self, sessions: list[Session], act: Callable[[list[Session]], None]) -> None:
+        """Act on all together; if that fails, on each alone, so that an error ends only the session that caused it."""
+        try:
+            act(sessions)
+        except Exception as error:
+            if len(sessions) > 1:
+                for session in sessions:
+                    self._try([session], act)
+                return
+            sessions[0].outbox.append(named(error))
+            self.retire(sessions[0])
+
+    def _prefill(self, sessions: list[Session]) -> None:
+        (session,) = sessions
+        total, mode = len(session.prepared.tokens), session.phases[0].mode
+        last = len(session.phases) == 1
+        logits = self.next_chunk(session, "last" if last else "none")
+        session.outbox.append(Progress(session.sequence.length, total, mode))
+        if not session.phases:
+            session.prefilled()
+            self._draw(session, logits)
+
+    def next_chunk(self, session: Session, rows: str) -> Tensor | None:
+        """Compute one step of the first phase; drop the phase when it is done."""
+        phase, start = session.phases[0], session.sequence.length
+        budget = self._share(session)
+        end = phase.step(start, budget.step_tokens if self._sharing else phase.size)
+        session.enter(phase, start, end)
+        tokens = tuple(session.prepared.tokens[start:end])
+        (logits,) = self._advance([self._input(session, tokens, phase.mode, rows, phase.observe)])
+        if end == phase.end:
+            session.phases.pop(0)
+        return logits
+
+    def _decode(self, sessions: list[Session]) -> None:
+        steps = [self._input(session, (session.pending,), session.prepared.plan.decode) for session in sessions]
+        for session, logits in zip(sessions, self._advance(steps), strict=True):
+            self._try([session], lambda _, session=session, logits=logits: self._draw(session, logits))
+
+    def _draw(self, session: Session, logits: Tensor) -> None:
+        """Draw the next token; the Result follows the last."""
+        token = session.draw(logits[-1])
+        session.outbox.append(token)
+        session.pending = token.id
+        if session.finish is not None:
+            result = session.result()
+            self.stats.count(result)
+            self.retire(session)
+            session.outbox.append(result)
+
+    @property
+    def _sharing(self) -> bool:
+        return len(self.active) > 1
+
+    def _share(self, session: Session) -> WindowBudget:
+        return session.prepared.budget.part(len(self.active))
+
+    def _input(
+        self, session: Session, tokens: tuple[int, ...], mode: str, rows: str = "last", observe: bool = False
+    ) -> StepInput:
+        return StepInput(
+            sequence=session.sequence,
+            tokens=tokens,
+            mode=mode,
+            budget=self._share(session),
+            recall=session.recall,
+            trace=session.trace,
+            logits=rows,
+            observe=observe,
+            explain=session.prepared.explain,
+        )
+
+    def _advance(self, steps: list[StepInput]) -> list[Tensor | None]:
+        need = sum(page_count(s.sequence.length + len(s.tokens)) - len(s.sequence.pages) for s in steps)
+        self.make_room(need)
+        return self.runner.step(steps)
+
+    def make_room(self, pages: int) -> None:
+        short = pages - self.runner.host.free_pages
+        if short > 0:
+            self.runner.release(self.prefix.evict(short, self.runner.host.references))
+
+    def retire(self, session: Session) -> None:
+        """Publish the closed pages as a checkpoint and let go of the rest; also after a cancel or an error."""
+        sequence = session.sequence
+        self.active.remove(session)
+        session.done, session.pending, session.phases = True, None, []
+        if self.config.reuse:
+            self.runner.transfer.settle(wait=True)
+            self.runner.host.retain(
+                self.prefix.publish(sequence.tokens, sequence.pages[: sequence.closed], sequence.tags)
+            )
+        self.runner.release(sequence.pages)
+
+
+def named(error: Exception) -> Exception:
+    """Out of memory as an error with a fix; the request's pages are free by then. Anything else as it is."""
+    text = str(error)
+    if isinstance(error, MemoryError | torch.cuda.OutOfMemoryError) or "can't allocate memory" in text:
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        named = OutOfMemoryError(
+            f"memory ran out inside the request: {text.splitlines()[0] if text else 'no detail'}",
+            "lower --prefill-chunk or --kv-capacity, or free memory; the engine serves on",
+        )
+        named.__cause__ = error
+        return named
+    return error
