@@ -77,15 +77,16 @@ def test_a_truncated_safetensors_file_is_refused_with_its_byte_counts(folder: Pa
     path.write_bytes(whole[:keep])
     error = refusal(folder)
     assert "model.safetensors" in error.message
+    assert f"{len(whole[:keep])} bytes" in error.message
     if keep < 0:
-        assert str(len(whole)) in error.message
-        assert str(len(whole) + keep) in error.message
+        assert f"is cut short: {len(whole) + keep} bytes, its table promises {len(whole)}" in error.message
 
 
 def test_bytes_behind_the_tensors_are_refused(folder: Path) -> None:
+    size = (folder / "model.safetensors").stat().st_size
     with (folder / "model.safetensors").open("ab") as stream:
         stream.write(b"\0" * 10)
-    assert "longer than its table says" in refusal(folder).message
+    assert f"is damaged: {size + 10} bytes, its table promises {size}" in refusal(folder).message
 
 
 def test_a_damaged_table_is_refused(folder: Path) -> None:
@@ -93,7 +94,7 @@ def test_a_damaged_table_is_refused(folder: Path) -> None:
     content = bytearray(path.read_bytes())
     content[20:40] = b"\xff" * 20
     path.write_bytes(content)
-    assert "damaged table" in refusal(folder).message
+    assert re.search(rf"is damaged: {len(content)} bytes \(.*header", refusal(folder).message)
 
 
 def test_a_table_whose_shape_and_bytes_disagree_is_refused(folder: Path) -> None:
@@ -101,7 +102,7 @@ def test_a_table_whose_shape_and_bytes_disagree_is_refused(folder: Path) -> None
     content = path.read_bytes()
     assert b'"shape":[64]' in content
     path.write_bytes(content.replace(b'"shape":[64]', b'"shape":[65]', 1))
-    assert re.search(r"256 bytes.*\[65\].*needs 260", refusal(folder).message)
+    assert f"model.safetensors is damaged: {len(content)} bytes (" in refusal(folder).message
 
 
 def test_a_missing_tensor_is_named(folder: Path) -> None:
@@ -136,6 +137,13 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     gone = sorted(tmp_path.glob("model-*.safetensors"))[1]
     gone.unlink()
     assert gone.name in refusal(tmp_path).message
+
+
+def test_a_tensor_in_two_shards_is_named_with_both(folder: Path) -> None:
+    shutil.copy(folder / "model.safetensors", folder / "again.safetensors")
+    shards = {"a": "model.safetensors", "b": "again.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    assert re.search(r"'.*' is in both again.safetensors and model.safetensors", refusal(folder).message)
 
 
 def test_an_index_may_not_point_outside_its_folder(folder: Path) -> None:

@@ -1,77 +1,68 @@
-"""safetensors files, one or many shards, read through a memory map after their tables have been checked.
+"""safetensors files, one or many shards, through the `safetensors` package, which maps them and checks their tables.
 
-Read here rather than by the `safetensors` package so that a damaged file is refused by name and byte count before any
-memory is taken. The format: 8 bytes little-endian header length, a JSON table, then the data.
-https://github.com/huggingface/safetensors#format
+What is added here: shards and their index, refusals that name the file and its bytes, and no pickles.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.errors import ModelError
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
+_ITEM = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # dtypes that are loaded, and the bytes of a value
 _LONGEST_TABLE = 100_000_000  # bytes; the format's own limit
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where one tensor lies: byte range counted from the start of the file."""
+class _Entry:
+    """One tensor of one file."""
 
     file: Path
-    dtype: torch.dtype
+    opened: Any  # the package's handle of that file
+    dtype: str  # as the file spells it
     shape: tuple[int, ...]
-    start: int
-    end: int
 
 
 class SafetensorsFolder:
     """A Hugging Face folder's weights. Implements WeightSource; `files` are the shards."""
 
     def __init__(self, folder: Path) -> None:
-        self._places: dict[str, _Place] = {}
-        self._maps: dict[Path, mmap.mmap] = {}
+        self._entries: dict[str, _Entry] = {}
         self.files = _shards(folder)
         for file in self.files:
-            for name, place in _read_table(file).items():
-                if name in self._places:
+            for name, entry in _read_table(file).items():
+                if name in self._entries:
                     raise ModelError(
-                        f"tensor '{name}' is in both {self._places[name].file.name} and {file.name}",
+                        f"tensor '{name}' is in both {self._entries[name].file.name} and {file.name}",
                         "download the model again",
                     )
-                self._places[name] = place
-        self.shapes = {name: place.shape for name, place in self._places.items()}
+                self._entries[name] = entry
+        self.shapes = {name: entry.shape for name, entry in self._entries.items()}
 
     def blocks(self, name: str) -> Iterator[tuple[int, Tensor]]:
         """All rows at once, as a view of the mapped file (copy-on-write: nothing written to it reaches the file)."""
-        place = self._places[name]
-        if place.file not in self._maps:
-            with place.file.open("rb") as file:
-                self._maps[place.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        count = math.prod(place.shape)
-        flat = torch.frombuffer(self._maps[place.file], dtype=place.dtype, count=count, offset=place.start)
-        yield 0, flat.view(place.shape)
+        yield 0, self._entries[name].opened.get_tensor(name)
 
     def nibbles(self, name: str) -> None:
         """No tensor here is quantised."""
 
     def where(self, name: str) -> str:
-        return self._places[name].file.name
+        return self._entries[name].file.name
+
+    def bytes_of(self, name: str) -> int:
+        return math.prod(self.shapes[name]) * _ITEM[self.kind_of(name)]
+
+    def kind_of(self, name: str) -> str:
+        return self._entries[name].dtype
 
 
 def _shards(folder: Path) -> list[Path]:
@@ -102,43 +93,33 @@ def _shards(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _read_table(file: Path) -> dict[str, _Place]:
-    """The tensors of one file, after checking that the file holds every byte that its table promises."""
-    size = file.stat().st_size
+def _read_table(file: Path) -> dict[str, _Entry]:
+    """The tensors of one file; the package has checked that the file holds every byte that its table promises."""
+    try:
+        opened = safe_open(file, framework="pt")
+    except SafetensorError as error:
+        size, promised = file.stat().st_size, _promised(file)
+        state = "cut short" if promised is not None and size < promised else "damaged"
+        expected = "" if promised in (None, size) else f", its table promises {promised}"
+        raise ModelError(f"{file} is {state}: {size} bytes{expected} ({error})", "download it again") from None
+    entries = {}
+    for name in opened.keys():  # noqa: SIM118 (the handle is no mapping)
+        part = opened.get_slice(name)
+        entries[name] = _Entry(file, opened, part.get_dtype(), tuple(part.get_shape()))
+        if entries[name].dtype not in _ITEM:
+            raise ModelError(
+                f"tensor '{name}' in {file.name} has dtype {entries[name].dtype}",
+                f"dtypes that work: {', '.join(_ITEM)}",
+            )
+    return entries
+
+
+def _promised(file: Path) -> int | None:
+    """The size that a refused file's table promises; None if even that can't be read."""
     with file.open("rb") as stream:
-        prefix = stream.read(8)
-        length = int.from_bytes(prefix, "little")
-        if len(prefix) < 8 or length > _LONGEST_TABLE:
-            raise ModelError(f"{file} is not a safetensors file", "download it again")
-        if size < 8 + length:
-            raise ModelError(
-                f"{file} is cut short: {size} bytes, its table alone needs {8 + length}", "download it again"
-            )
+        length = int.from_bytes(stream.read(8), "little")
         try:
-            table = json.loads(stream.read(length))
-            table.pop("__metadata__", None)
-            entries = {
-                name: (entry["dtype"], tuple(map(int, entry["shape"])), *map(int, entry["data_offsets"]))
-                for name, entry in table.items()
-            }
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ModelError(f"{file} has a damaged table: {error}", "download it again") from None
-    places = {}
-    for name, (dtype, shape, start, end) in entries.items():
-        if dtype not in _DTYPES:
-            raise ModelError(
-                f"tensor '{name}' in {file.name} has dtype {dtype}", f"dtypes that work: {', '.join(_DTYPES)}"
-            )
-        needed = math.prod(shape) * _DTYPES[dtype].itemsize
-        if start < 0 or end - start != needed:
-            raise ModelError(
-                f"tensor '{name}' in {file.name} has {end - start} bytes, "
-                f"its shape {list(shape)} of {dtype} needs {needed}",
-                "download it again",
-            )
-        places[name] = _Place(file, _DTYPES[dtype], shape, 8 + length + start, 8 + length + end)
-    promised = max((place.end for place in places.values()), default=8 + length)
-    if size != promised:
-        state = "cut short" if size < promised else "longer than its table says"
-        raise ModelError(f"{file} is {state}: {size} bytes, expected {promised}", "download it again")
-    return places
+            table = json.loads(stream.read(min(length, _LONGEST_TABLE)))
+            return 8 + length + max(entry["data_offsets"][1] for name, entry in table.items() if name != "__metadata__")
+        except (ValueError, KeyError, AttributeError, TypeError, IndexError):
+            return None

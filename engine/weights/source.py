@@ -18,6 +18,7 @@ _WHOLE, _SAMPLES, _SAMPLE = 64 * MIB, 128, 64 << 10
 class WeightSource(Protocol):
     """A file or folder of tensors, opened: its table has been read and found whole, its values not yet."""
 
+    files: list[Path]
     shapes: dict[str, tuple[int, ...]]
 
     def blocks(self, name: str) -> Iterator[tuple[int, Tensor]]:
@@ -30,6 +31,14 @@ class WeightSource(Protocol):
 
     def where(self, name: str) -> str:
         """The file that holds it, for an error message."""
+        ...
+
+    def bytes_of(self, name: str) -> int:
+        """Bytes of the tensor in its file."""
+        ...
+
+    def kind_of(self, name: str) -> str:
+        """Its type as the file format names it: F32, BF16, Q4_1."""
         ...
 
 
