@@ -1,7 +1,10 @@
 """GGUF files: metadata and tensors through a memory map, tensors dequantised in blocks of rows.
 
-The container is read here, not by `gguf.GGUFReader`, which takes seconds over a vocabulary of 150,000 tokens and meets
-a cut file with a numpy error. The values of quantised tensors come from `gguf.dequantize`.
+The values of quantised tensors come from `gguf.dequantize`. The container is read here, not by `gguf.GGUFReader`, which
+makes numpy views of every token. What `python -c "import gguf; gguf.GGUFReader('FILE')"` adds (gguf 0.19), and in
+brackets what `GGUFFile` does, in CPU time and memory:
+150,000 tokens with as many merges and types: 7.0 s, 490 MiB (0.24 s, 27 MiB); the tokens alone: 3.1 s, 200 MiB (0.12 s,
+14 MiB); SmolLM2-135M, 49,152 tokens: 2.3 s, 160 MiB (0.09 s, 11 MiB).
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -79,6 +82,12 @@ class GGUFFile:
 
     def where(self, name: str) -> str:
         return self.path.name
+
+    def bytes_of(self, name: str) -> int:
+        return self._places[name].end - self._places[name].start
+
+    def kind_of(self, name: str) -> str:
+        return self._places[name].kind.name
 
 
 class _Reader:
