@@ -28,11 +28,16 @@ from gates.phantom.model import Phantom, attend, load, rope
 
 LENGTHS = (600, 2_000, 12_000, GATE_TOKENS, 94_698)
 LONG = (200_000, 260_000)
-VARIANTS = {"": "", "aside": ", 800 tokens between question and answer", "seam": ", values across page seams"}
+VARIANTS = {
+    "": "",
+    "aside": ", 800 tokens between question and answer",
+    "before": ", 800 tokens before the question",
+    "seam": ", values across page seams",
+}
 _tokenizer: Tokenizer | None = None
 
 Cache = list[tuple[Tensor, Tensor]]  # k and v of each layer
-Case = tuple[str, str, int, int, str]  # task, filler, tokens, seed, variant: "", "aside" or "seam"
+Case = tuple[str, str, int, int, str]  # task, filler, tokens, seed, variant: a key of VARIANTS
 
 
 def encode(text: str) -> list[int]:
@@ -55,12 +60,13 @@ def prompts(case: Case) -> tuple[Case, list[int], list[list[int]], list[list[int
     document = build(
         task, tokens - (1_000 if variant == "aside" else 0), chat_counter(encode), seed, filler=filler, seam=seam
     )
+    before = aside(filler, 800) + "\n\n" if variant == "before" else ""
     between = "\n\n" + aside(filler, 800) if variant == "aside" else ""
     continuations, answers = [], []
     first = document.turn(1)
     for index, fact in enumerate(document.asked):
         earlier = [] if index < 6 else [first[index - 6]]
-        continuations.append(encode(_continuation(fact, earlier, between)))
+        continuations.append(encode(_continuation(fact, earlier, before, between)))
         answers.append(encode(fact.expected) + encode("<|im_end|>"))
     return case, encode(f"<|im_start|>user\n{document.text}"), continuations, answers
 
@@ -73,11 +79,11 @@ def aside(filler: str, tokens: int) -> str:
     return FILLERS[filler].joiner.join(units)
 
 
-def _continuation(fact: Fact, earlier: Sequence[Fact], between: str) -> str:
+def _continuation(fact: Fact, earlier: Sequence[Fact], before: str, between: str) -> str:
     text = "\n\n"
     for past in earlier:
         text += f"{past.question}<|im_end|>\n" + _turn("assistant", past.expected) + "<|im_start|>user\n"
-    return text + f"{fact.question}{between}<|im_end|>\n<|im_start|>assistant\n"
+    return text + f"{before}{fact.question}{between}<|im_end|>\n<|im_start|>assistant\n"
 
 
 @torch.no_grad()
@@ -153,7 +159,7 @@ def all_cases(seeds: Sequence[int], quick: bool) -> tuple[list[Case], list[Case]
     dense = [(t, f, n, s, "") for n, t, f, s in product(LENGTHS, TASKS, fillers, seeds)]
     dense += [(t, f, n, s, "") for n, t, f, s in product(LONG, TASKS, ("prose", "code"), seeds[:2])]
     dense += [(t, f, n, s, "aside") for n, t, f, s in product(LENGTHS[2:4], TASKS, ("prose", "code"), seeds)]
-    dense += [(t, "prose", LENGTHS[2], s, "seam") for t, s in product(TASKS, seeds)]
+    dense += [(t, "prose", LENGTHS[2], s, v) for v, t, s in product(("before", "seam"), TASKS, seeds)]
     window = [(t, f, GATE_TOKENS, s, "") for t, f, s in product(TASKS, ("prose", "words16", "code", "table"), seeds)]
     return dense, window
 
