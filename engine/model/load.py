@@ -21,7 +21,7 @@ from engine.text.tokenizer import Tokenizer
 from engine.weights import names
 from engine.weights.gguf import MAGIC, GGUFFile
 from engine.weights.safetensors import SafetensorsFolder
-from engine.weights.source import digest_of
+from engine.weights.source import WeightSource, digest_of
 
 
 @dataclass(frozen=True)
@@ -37,16 +37,48 @@ class LoadedModel:
     path: Path
 
 
+@dataclass(frozen=True)
+class OpenedModel:
+    """What a model is, from its tables, config and text alone: no weight has been read."""
+
+    source: WeightSource
+    config: ModelConfig
+    layout: Layout
+    tokenizer: Tokenizer
+    chat: ChatTemplate | None
+    container: str  # safetensors | gguf
+
+    def digest(self) -> str:
+        """Identifies weights and config; see `digest_of`."""
+        return digest_of(self.source.files, repr(self.config).encode())
+
+
 def load_model(path: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> LoadedModel:
     """Raises ModelError, naming the file or tensor, for anything missing, damaged or not supported."""
+    path = Path(path)
+    opened = open_model(path)
+    weights = assemble(opened.config, opened.source, opened.layout, torch.device(device), dtype)
+    return LoadedModel(
+        transformer=Transformer(opened.config, weights),
+        tokenizer=opened.tokenizer,
+        chat=opened.chat,
+        config=opened.config,
+        digest=opened.digest(),
+        name=path.resolve().stem if path.is_file() else path.resolve().name,
+        path=path,
+    )
+
+
+def open_model(path: str | Path) -> OpenedModel:
+    """Raises ModelError as `load_model` does, save for tensors that the config and the file do not agree on."""
     path = Path(path)
     if not path.exists():
         raise ModelError(f"there is no model at {path}", "give a Hugging Face folder or a .gguf file")
     if path.is_dir():
-        return _load_folder(path, torch.device(device), dtype)
+        return _open_folder(path)
     with path.open("rb") as file:
         if file.read(4) == MAGIC:
-            return _load_gguf(path, torch.device(device), dtype)
+            return _open_gguf(path)
     if path.suffix == ".gguf":
         raise ModelError(f"{path} doesn't begin as a GGUF file does", "download it again")
     if path.suffix == ".safetensors":
@@ -54,7 +86,7 @@ def load_model(path: str | Path, device: torch.device | str = "cpu", dtype: torc
     raise ModelError(f"{path} is neither a model folder nor a GGUF file", "give a Hugging Face folder or a .gguf file")
 
 
-def _load_folder(folder: Path, device: torch.device, dtype: torch.dtype) -> LoadedModel:
+def _open_folder(folder: Path) -> OpenedModel:
     if not (folder / "config.json").exists():
         raise ModelError(f"{folder} has no config.json", "give the folder that save_pretrained wrote")
     raw = read_json(folder / "config.json")
@@ -63,10 +95,10 @@ def _load_folder(folder: Path, device: torch.device, dtype: torch.dtype) -> Load
     source = SafetensorsFolder(folder)
     tokenizer, chat = text_of_folder(folder, config.bos, config.eos)
     layout = Layout(names.HF_TOP, names.HF_LAYER, names.HF_DERIVED)
-    return _loaded(config, source, layout, tokenizer, chat, folder, device, dtype)
+    return OpenedModel(source, _with_text(config, tokenizer), layout, tokenizer, chat, "safetensors")
 
 
-def _load_gguf(path: Path, device: torch.device, dtype: torch.dtype) -> LoadedModel:
+def _open_gguf(path: Path) -> OpenedModel:
     source = GGUFFile(path)
     divisors = None
     if "rope_freqs.weight" in source.shapes:
@@ -76,7 +108,12 @@ def _load_gguf(path: Path, device: torch.device, dtype: torch.dtype) -> LoadedMo
     layout = Layout(names.GGUF_TOP, names.GGUF_LAYER, names.GGUF_DERIVED)
     if config.family == "llama":
         layout = replace(layout, reorder=lambda part, tensor: _unpair(part, tensor, config))
-    return _loaded(config, source, layout, tokenizer, chat, path, device, dtype)
+    return OpenedModel(source, _with_text(config, tokenizer), layout, tokenizer, chat, "gguf")
+
+
+def _with_text(config: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
+    """The tokenizer knows best where a text begins and ends."""
+    return replace(config, eos=tokenizer.eos, bos=tokenizer.bos)
 
 
 def _unpair(part: str, tensor: Tensor, config: ModelConfig) -> Tensor:
@@ -89,25 +126,3 @@ def _unpair(part: str, tensor: Tensor, config: ModelConfig) -> Tensor:
     if heads is None:
         return tensor
     return tensor.view(heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
-
-
-def _loaded(
-    config: ModelConfig,
-    source: SafetensorsFolder | GGUFFile,
-    layout: Layout,
-    tokenizer: Tokenizer,
-    chat: ChatTemplate | None,
-    path: Path,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> LoadedModel:
-    config = replace(config, eos=tokenizer.eos, bos=tokenizer.bos)
-    return LoadedModel(
-        transformer=Transformer(config, assemble(config, source, layout, device, dtype)),
-        tokenizer=tokenizer,
-        chat=chat,
-        config=config,
-        digest=digest_of(source.files, repr(config).encode()),
-        name=path.resolve().stem if path.is_file() else path.resolve().name,
-        path=path,
-    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,10 +18,7 @@ from kvring_cli.options import Model
 if TYPE_CHECKING:
     from engine.model.assemble import Layout
     from engine.model.config import ModelConfig
-    from engine.weights.gguf import GGUFFile
-    from engine.weights.safetensors import SafetensorsFolder
-
-    Source = SafetensorsFolder | GGUFFile
+    from engine.weights.source import WeightSource
 
 _COMPONENTS = {
     "embedding": ("embed",),
@@ -50,19 +46,23 @@ def inspect(
 
 def describe(path: Path) -> dict[str, Any]:
     """Everything about the model at `path`; ModelError for one that is missing, damaged, incomplete or unsupported."""
-    from engine.weights.source import digest_of
+    from engine.model.load import open_model
 
-    container, source, config, layout, template = _open(path)
+    opened = open_model(path)
+    source, config, layout = opened.source, opened.config, opened.layout
     missing = sorted(name for name in _expected(config, layout) if name not in source.shapes)
     if missing:
         raise ModelError(
             f"{len(missing)} tensors are missing, the first is '{missing[0]}'",
             "the file is incomplete or its config is of another model: download both again",
         )
-    sizes, kinds = _sizes(source)
+    sizes = {name: source.bytes_of(name) for name in source.shapes}
+    kinds: Counter[str] = Counter()
+    for name, size in sizes.items():
+        kinds[source.kind_of(name)] += size
     return {
         "model": str(path),
-        "container": container,
+        "container": opened.container,
         "files": len(source.files),
         "architecture": config.family,
         "layers": config.layers,
@@ -79,41 +79,10 @@ def describe(path: Path) -> dict[str, Any]:
         "dtypes": dict(sorted(kinds.items())),
         "kv_bytes_per_token": config.kv_bytes_per_token,
         "kv_bytes_per_page": config.kv_bytes_per_token * PAGE,
-        "chat_template": template,
-        "digest": digest_of(source.files, repr(config).encode()),
+        "chat_template": opened.chat is not None,
+        "digest": opened.digest(),
         "complete": True,
     }
-
-
-def _open(path: Path) -> tuple[str, Source, ModelConfig, Layout, bool]:
-    """Container, tables, config as the loader has it, names, and whether there is a chat template."""
-    from engine.model.assemble import Layout
-    from engine.model.gguf_config import from_gguf
-    from engine.model.hf_config import from_hf
-    from engine.text.gguf_text import text_of_gguf
-    from engine.text.hf_text import read_json, text_of_folder
-    from engine.weights import names
-    from engine.weights.gguf import GGUFFile
-    from engine.weights.safetensors import SafetensorsFolder
-
-    source: Source
-    if path.is_dir():
-        if not (path / "config.json").exists():
-            raise ModelError(f"{path} has no config.json", "give the folder that save_pretrained wrote")
-        generation = path / "generation_config.json"
-        config = from_hf(read_json(path / "config.json"), read_json(generation) if generation.exists() else None)
-        source = SafetensorsFolder(path)
-        tokenizer, chat = text_of_folder(path, config.bos, config.eos)
-        container, layout = "safetensors", Layout(names.HF_TOP, names.HF_LAYER, names.HF_DERIVED)
-    else:
-        source = GGUFFile(path)
-        divisors = None
-        if "rope_freqs.weight" in source.shapes:
-            divisors = tuple(float(x) for _, block in source.blocks("rope_freqs.weight") for x in block.tolist())
-        config = from_gguf(source.metadata, source.shapes, divisors)
-        tokenizer, chat = text_of_gguf(source.metadata, path.name)
-        container, layout = "gguf", Layout(names.GGUF_TOP, names.GGUF_LAYER, names.GGUF_DERIVED)
-    return container, source, replace(config, eos=tokenizer.eos, bos=tokenizer.bos), layout, chat is not None
 
 
 def _expected(config: ModelConfig, layout: Layout) -> dict[str, str]:
@@ -128,17 +97,6 @@ def _expected(config: ModelConfig, layout: Layout) -> dict[str, str]:
     return parts
 
 
-def _sizes(source: Source) -> tuple[dict[str, int], Counter[str]]:
-    """Bytes in the file by tensor, and by type. The readers keep both in their tables of places."""
-    sizes: dict[str, int] = {}
-    kinds: Counter[str] = Counter()
-    for name, place in source._places.items():
-        sizes[name] = place.end - place.start
-        kind = place.kind.name if hasattr(place, "kind") else str(place.dtype).removeprefix("torch.")
-        kinds[kind] += sizes[name]
-    return sizes, kinds
-
-
 def _by_component(sizes: Mapping[str, int], layout: Layout, config: ModelConfig) -> dict[str, int]:
     part_of = _expected(config, layout)
     component_of = {part: component for component, parts in _COMPONENTS.items() for part in parts}
@@ -148,7 +106,7 @@ def _by_component(sizes: Mapping[str, int], layout: Layout, config: ModelConfig)
     return dict(totals)
 
 
-def _parameters(source: Source, layout: Layout, config: ModelConfig) -> int:
+def _parameters(source: WeightSource, layout: Layout, config: ModelConfig) -> int:
     from math import prod
 
     return sum(prod(source.shapes[name]) for name in _expected(config, layout))
