@@ -9,9 +9,9 @@ from typing import Any
 from engine.config import MODES, PAGE, SCORERS, EngineConfig, RecallParams, SamplingParams
 from engine.errors import RequestError
 from engine.kv.budget import Capacity, WindowBudget
+from engine.limits import check_sampling
 from engine.model.load import LoadedModel
 from engine.recall.recall import RecallSettings
-from engine.sampler import check
 from engine.scheduler import Plan
 
 DEFAULT_MAX_TOKENS = 32768
@@ -74,7 +74,7 @@ def prepare(
     **template: Any,
 ) -> Prepared:
     """RequestError for what can't be served, with the numbers. No device work."""
-    check(sampling)
+    check_sampling(sampling)
     notes: list[str] = []
     tail = config.query_tail if recall.query_tail is None else recall.query_tail
     tokens, query, system = tokenize(model, prompt, tail, **template)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from engine.config import SamplingParams
-from engine.errors import EngineError, RequestError
+from engine.errors import EngineError
+from engine.limits import check_sampling
 
 
 @dataclass(frozen=True)
@@ -18,30 +19,11 @@ class Sampled:
     top: tuple[tuple[int, float], ...] = ()
 
 
-def check(params: SamplingParams) -> None:
-    """RequestError for a value out of its range."""
-    for name, value, low, high in (
-        ("temperature", params.temperature, 0, 100),
-        ("top_p", params.top_p, 0, 1),
-        ("min_p", params.min_p, 0, 1),
-        ("presence_penalty", params.presence_penalty, -2, 2),
-        ("frequency_penalty", params.frequency_penalty, -2, 2),
-        ("repetition_penalty", params.repetition_penalty, 0.01, 10),
-        ("top_k", params.top_k, 0, 1 << 30),
-        ("max_tokens", params.max_tokens if params.max_tokens is not None else 1, 1, 1 << 30),
-        ("logprobs", params.logprobs if params.logprobs is not None else 0, 0, 20),
-    ):
-        if not low <= value <= high:  # NaN fails too
-            raise RequestError(f"{name} is {value}", f"{name} must be from {low} to {high}")
-    if params.top_p == 0:
-        raise RequestError("top_p is 0, which keeps no token", "top_p must be above 0")
-
-
 class Sampler:
     """Draws the tokens of one request; owns its random state and the counts that penalties need."""
 
     def __init__(self, params: SamplingParams, prompt: list[int]) -> None:
-        check(params)
+        check_sampling(params)
         self.params = params
         self._random = torch.Generator()
         if params.seed is None:

@@ -14,8 +14,10 @@ from typing import Annotated, Any
 import typer
 
 from engine.config import SamplingParams
-from engine.errors import ConfigError
+from engine.errors import ConfigError, RequestError
+from engine.limits import check_sampling
 from engine.switches import SETTINGS, Setting
+from kvring_cli import console
 
 Flags = dict[str, Any]
 Command = Callable[..., Any]
@@ -32,7 +34,7 @@ def engine_options(command: Command) -> Command:
 
 
 def sampling_options(command: Command) -> Command:
-    """`command(..., sampling: SamplingParams)` gets how tokens are drawn."""
+    """`command(..., sampling: SamplingParams)` gets how tokens are drawn; out of range is bad usage."""
     parameters = [
         _option(name, kind, flags, text, "Sampling", getattr(SamplingParams, name))
         for name, kind, flags, text in _SAMPLING
@@ -40,7 +42,12 @@ def sampling_options(command: Command) -> Command:
     stop = _option("stop", list[str] | None, ("--stop",), "End the answer before this text. Repeats.", "Sampling", None)
 
     def make(stop: list[str] | None, **values: Any) -> SamplingParams:
-        return SamplingParams(stop=tuple(stop or ()), **values)
+        params = SamplingParams(stop=tuple(stop or ()), **values)
+        try:
+            check_sampling(params)
+        except RequestError as error:
+            raise console.BadUsage(error.message, error.fix) from None
+        return params
 
     return _gather(command, "sampling", [*parameters, stop], make)
 
