@@ -77,7 +77,12 @@ class PageView:
     resident: bool
     seen: bool
     fetched: bool
-    reasons: tuple[str, ...]
+    steps: dict[str, int] = field(default_factory=dict)  # why it was selected -> how often, counted per layer and step
+
+    @property
+    def selected(self) -> int:
+        """How often it was, for any reason."""
+        return sum(self.steps.values())
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ everything has worked. Whatever stops it half-way, the sequence and the tables a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -37,7 +38,7 @@ class Trace:
     steps: int = 0
     hidden_pages: int = 0  # of the last step: past pages outside the window, the most over the layers
     over_pool: bool = False
-    reasons: dict[int, set[str]] = field(default_factory=dict)  # logical page -> why it was selected
+    reasons: dict[int, Counter[str]] = field(default_factory=dict)  # logical page -> why it was selected, how often
     fetched: set[int] = field(default_factory=set)
     seen: set[int] = field(default_factory=set)
 
@@ -274,7 +275,7 @@ class Runner:
         chosen = step.recall.select(layer, q, turned, frame.ids[: frame.past], always, budget, farthest)
         if step.explain:
             for page, reason in zip(chosen.pages.tolist(), chosen.reasons.tolist(), strict=True):
-                step.trace.reasons.setdefault(page, set()).add(REASONS[reason])
+                step.trace.reasons.setdefault(page, Counter())[REASONS[reason]] += 1
         return always.window(chosen.pages)
 
     @staticmethod

@@ -146,7 +146,7 @@ class Session:
                 resident=bool((pool.slot_of[:, page] >= 0).any()),
                 seen=everything or index in trace.seen or index >= self.sequence.closed,
                 fetched=index in trace.fetched,
-                reasons=tuple(sorted(trace.reasons.get(index, ()))),
+                steps=dict(sorted(trace.reasons.get(index, {}).items())),
             )
             for index, page in enumerate(self.sequence.pages)
         )

@@ -1,8 +1,13 @@
-"""What `--explain` draws: one character a page of where it was and why it was seen, and what the selected ones say."""
+"""What `--explain` draws: one character a page of where it was and why it was seen, and what the selected ones say.
+
+Every layer selects anew at every step, so in a long run nearly every page is selected once. A page counts as selected
+here if it is among the most often selected, as many of them as one selection brings back.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence, Set
 from typing import TYPE_CHECKING
 
 from rich.text import Text
@@ -10,20 +15,19 @@ from rich.text import Text
 from engine.config import PAGE
 
 if TYPE_CHECKING:
-    from engine.result import PageView
+    from engine.result import PageView, RecallReport
 
-_REASONS = ("key", "lexical", "neighbor", "control")  # the first that applies names the page
 _LETTER = {"key": "k", "lexical": "l", "neighbor": "n", "control": "c"}
 _MEANING = {
-    "#": "resident, seen without being selected",
-    "+": "fetched, seen without being selected",
+    "#": "resident, seen",
+    "+": "fetched, seen",
     "~": "seen, no longer resident",
     "o": "resident, never seen",
     ".": "never seen",
-    "k": "selected by key",
-    "l": "selected by shared words",
-    "n": "neighbor of a selected page",
-    "c": "selected by a control",
+    "k": "often selected by key",
+    "l": "often selected by shared words",
+    "n": "often selected as a neighbor",
+    "c": "often selected by a control",
 }
 _STYLE = {"#": "blue", "+": "cyan", "~": "blue", "o": "dim", ".": "dim", "k": "green", "l": "yellow"}
 _STYLE |= {"n": "magenta", "c": "red"}
@@ -31,11 +35,18 @@ WORDS = 12
 GROUPS = 40
 
 
-def symbol(page: PageView) -> str:
-    """One character; a selected page's letter is a capital if it had to be fetched."""
-    reason = next((reason for reason in _REASONS if reason in page.reasons), None)
-    if reason is not None:
-        return _LETTER[reason].upper() if page.fetched else _LETTER[reason]
+def often(pages: Sequence[PageView], recall: RecallReport) -> set[int]:
+    """The pages that were selected most, as many as a selection holds on average."""
+    size = -(-recall.pages_selected // max(1, recall.selections))
+    ranked = sorted(range(len(pages)), key=lambda index: -pages[index].selected)
+    return {index for index in ranked[:size] if pages[index].selected}
+
+
+def symbol(page: PageView, chosen: bool) -> str:
+    """One character; a chosen page has the letter of its commonest reason, a capital if it had to be fetched."""
+    if chosen:
+        letter = _LETTER[max(page.steps, key=page.steps.__getitem__)]
+        return letter.upper() if page.fetched else letter
     if not page.seen:
         return "o" if page.resident else "."
     if page.fetched:
@@ -43,9 +54,9 @@ def symbol(page: PageView) -> str:
     return "#" if page.resident else "~"
 
 
-def draw(pages: Sequence[PageView], width: int) -> Text:
+def draw(pages: Sequence[PageView], chosen: Set[int], width: int) -> Text:
     """Rows of pages, each with its first page's number, and a legend of the symbols that occur."""
-    symbols = [symbol(page) for page in pages]
+    symbols = [symbol(page, index in chosen) for index, page in enumerate(pages)]
     margin = len(str(max(0, len(pages) - 1))) + 2
     room = max(8, width - margin - 1)
     row = room // 10 * 10 if room >= 10 else room
@@ -62,33 +73,38 @@ def draw(pages: Sequence[PageView], width: int) -> Text:
     return text
 
 
-def groups(pages: Sequence[PageView]) -> list[tuple[int, int]]:
-    """Runs of neighbouring selected pages, as [first, last]."""
+def groups(pages: Sequence[PageView], chosen: Set[int]) -> list[tuple[int, int]]:
+    """Runs of neighbouring chosen pages as [first, last], that of the most selected page first."""
     runs: list[tuple[int, int]] = []
-    for index, page in enumerate(pages):
-        if not page.reasons:
-            continue
+    for index in sorted(chosen):
         if runs and runs[-1][1] == index - 1:
             runs[-1] = (runs[-1][0], index)
         else:
             runs.append((index, index))
-    return runs
+    return sorted(runs, key=lambda run: -max(page.selected for page in pages[run[0] : run[1] + 1]))
 
 
-def describe(pages: Sequence[PageView], tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[str]:
-    """A line for each run of selected pages: their numbers, reasons, how many were fetched, and their first words."""
+def describe(
+    pages: Sequence[PageView], chosen: Set[int], tokens: Sequence[int], decode: Callable[[Sequence[int]], str]
+) -> list[str]:
+    """A line for each run of chosen pages: numbers, reasons with counts, how many were fetched, and first words."""
     lines = []
-    runs = groups(pages)
+    runs = groups(pages, chosen)
     for first, last in runs[:GROUPS]:
         inside = pages[first : last + 1]
-        reasons = [reason for reason in _REASONS if any(reason in page.reasons for page in inside)]
+        steps: Counter[str] = sum((Counter(page.steps) for page in inside), Counter())
+        reasons = ", ".join(f"{reason} {count:,}" for reason, count in steps.most_common())
         fetched = sum(page.fetched for page in inside)
         # A neighbour came along: the words that were looked for stand on the page that was chosen itself.
-        core = next((i for i in range(first, last + 1) if set(pages[i].reasons) - {"neighbor"}), first)
+        alone = [page.selected - page.steps.get("neighbor", 0) for page in inside]
+        core = first + alone.index(max(alone))
         words = decode(tokens[core * PAGE : (core + 1) * PAGE]).split()
         quoted = " ".join(words[:WORDS]) + (" ..." if len(words) > WORDS else "")
         span = f"page {first}" if first == last else f"pages {first}-{last}"
-        lines.append(f"{span} | {', '.join(reasons)} | fetched {fetched} of {len(inside)} | {quoted}")
+        lines.append(f"{span} | {reasons} | fetched {fetched} of {len(inside)} | {quoted}")
     if len(runs) > GROUPS:
-        lines.append(f"and {len(runs) - GROUPS:,} more runs of selected pages")
+        lines.append(f"and {len(runs) - GROUPS:,} more runs of often selected pages")
+    seldom = sum(page.selected > 0 for page in pages) - len(chosen)
+    if seldom:
+        lines.append(f"pages selected less often: {seldom:,}")
     return lines

@@ -65,6 +65,7 @@ def test_json_is_one_object_with_result_usage_recall_timings_and_settings(docume
     assert value["usage"]["generated"] == 4 and value["finish"] == "length" and value["recall"]["over_pool"]
     assert value["settings"]["sink"] == {"value": 128, "source": "--sink"}
     assert len(value["pages"]) == -(-(value["usage"]["prompt"] + 3) // 64)
+    assert sum(sum(page["steps"].values()) for page in value["pages"]) == value["recall"]["pages_selected"] > 0
     assert "| fetched" in written.err
 
 
@@ -72,7 +73,8 @@ def test_explain_draws_a_character_a_page_and_quotes_the_selected_ones(document,
     assert run(QUESTION, "--file", document, "--explain", "-n", "4") == 0
     said = capsys.readouterr().err
     assert "selected by key" in said and "resident" in said
-    assert any(line.startswith(("page ", "pages ")) and "key" in line for line in said.splitlines())
+    assert re.search(r"^pages? [\d-]+ \|.* key \d+", said, re.MULTILINE)
+    assert re.search(r"pages selected less often: \d+", said)
 
 
 def test_a_warning_of_the_result_reaches_the_person(document, capsys):

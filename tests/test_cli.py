@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -180,19 +181,23 @@ def test_the_gate_command_shows_the_table_and_exits_with_the_worst_verdict(monke
     assert [gate.worst(codes) for codes in ([0, 5, 1], [0, 5, 4, 3], [5, 0], [0], [])] == [1, 3, 5, 0, 0]
 
 
-def test_the_strip_tells_where_a_page_was_and_why_it_was_seen():
+def test_the_strip_marks_the_pages_that_were_selected_most_and_says_of_the_others_where_they_were():
     from engine.result import PageView
 
-    def page(resident=False, seen=False, fetched=False, reasons=()):
-        return PageView(resident, seen, fetched, tuple(reasons))
+    def page(resident=False, seen=False, fetched=False, **steps):
+        return PageView(resident, seen, fetched, steps)
 
-    pages = [page(True, True), page(False, True, True, ["key", "neighbor"]), page(False, True, False, ["lexical"])]
-    pages += [page(), page(True), page(False, True, True), page(False, True), page(True, True, False, ["neighbor"])]
-    assert "".join(map(strip.symbol, pages)) == "#Kl.o+~n"
-    drawn = strip.draw(pages * 8, width=40).plain.splitlines()
+    pages = [page(True, True), page(False, True, True, key=9, neighbor=2), page(False, True, False, lexical=8)]
+    pages += [page(), page(True), page(False, True, True, key=1), page(False, True), page(True, True, neighbor=12)]
+    chosen = strip.often(pages, SimpleNamespace(pages_selected=17, selections=6))
+    assert chosen == {1, 2, 7}
+    assert "".join(strip.symbol(page, index in chosen) for index, page in enumerate(pages)) == "#Kl.o+~n"
+    drawn = strip.draw(pages * 8, chosen, width=40).plain.splitlines()
     assert max(map(len, drawn)) <= 60 and drawn[1].startswith("30: ")
-    assert "K selected by key, fetched: 8" in drawn and ". never seen: 8" in drawn
-    assert strip.groups(pages) == [(1, 2), (7, 7)]
-    lines = strip.describe(pages, list(range(512)), lambda ids: f"tokens from {ids[0]}")
-    assert lines[0] == "pages 1-2 | key, lexical, neighbor | fetched 1 of 2 | tokens from 64"
-    assert lines[1].startswith("page 7 | neighbor")
+    assert "K often selected by key, fetched: 1" in drawn and ". never seen: 8" in drawn
+    assert strip.groups(pages, chosen) == [(7, 7), (1, 2)]
+    lines = strip.describe(pages, chosen, list(range(512)), lambda ids: f"tokens from {ids[0]}")
+    assert lines[0].startswith("page 7 | neighbor 12 | fetched 0 of 1")
+    assert lines[1] == "pages 1-2 | key 9, lexical 8, neighbor 2 | fetched 1 of 2 | tokens from 64"
+    assert lines[2] == "pages selected less often: 1"
+    assert strip.often(pages[3:5], SimpleNamespace(pages_selected=0, selections=0)) == set()

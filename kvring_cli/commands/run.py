@@ -147,9 +147,10 @@ def _answer(engine: Engine, prepared: Prepared, quiet: bool) -> Result:
 def _explain(engine: Engine, prepared: Prepared, result: Result) -> None:
     from kvring_cli import strip
 
-    console.err().print(strip.draw(result.pages, console.err().width))
+    chosen = strip.often(result.pages, result.recall)
+    console.err().print(strip.draw(result.pages, chosen, console.err().width))
     tokens = [*prepared.tokens, *result.tokens]
-    for line in strip.describe(result.pages, tokens, engine.model.tokenizer.decode):
+    for line in strip.describe(result.pages, chosen, tokens, engine.model.tokenizer.decode):
         console.say(line)
 
 
