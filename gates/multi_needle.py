@@ -21,9 +21,11 @@ from gates.verdict import Arm, Check, Report
 POOL = 4032
 LARGER_POOL = 17_920
 ROOM = 1024  # tokens beyond the document: two questions, two answers
-ANSWER = 24  # tokens
+ANSWER = 16  # tokens; the phantom's answers take about 7
 TASKS = ("keyed", "disjoint", "lines")
-TAIL_PAGES = 4  # budget of the query-tail twins: the tail's noise must cost something
+TAIL_PAGES = 3
+"""Budget of the query-tail twins: one page and its neighbours. The question takes about 14 tokens; a tail of 16 finds
+48 of 48 pages first, one of 64 finds 34 and one of 256 finds 20, so the green twin is 16 and red is at most half."""
 
 Settings = Callable[[Fact], RecallParams]
 
@@ -37,6 +39,7 @@ class ArmSpec:
     twin: str = ""
     where: str = "pool"  # pool | larger | fitting: which engine
     quick: bool = True
+    red: float = 0.25  # a control's hits up to this share are red: a value is guessed or left in a neighbour's keys
 
 
 def specs(prefill: str, excluded: Settings) -> list[ArmSpec]:
@@ -44,6 +47,9 @@ def specs(prefill: str, excluded: Settings) -> list[ArmSpec]:
 
     def plain(**changes: object) -> Settings:
         return lambda fact: RecallParams(prefill=prefill, **changes)
+
+    def tail(tokens: int) -> Settings:
+        return plain(scorer="lexical", query_tail=tokens, budget_pages=TAIL_PAGES)
 
     return [
         ArmSpec("dense", "dense", plain(decode="exact")),
@@ -56,21 +62,8 @@ def specs(prefill: str, excluded: Settings) -> list[ArmSpec]:
         ArmSpec("fact excluded", "control", excluded, twin="default"),
         ArmSpec("scorer lexical", "control", plain(scorer="lexical"), ("disjoint",), twin="default"),
         ArmSpec("scorer mean", "control", plain(scorer="mean"), ("keyed",), twin="default", quick=False),
-        ArmSpec(
-            "lexical, tail 64",
-            "positive",
-            plain(scorer="lexical", query_tail=64, budget_pages=TAIL_PAGES),
-            ("keyed",),
-            quick=False,
-        ),
-        ArmSpec(
-            "lexical, tail 256",
-            "control",
-            plain(scorer="lexical", query_tail=256, budget_pages=TAIL_PAGES),
-            ("keyed",),
-            twin="lexical, tail 64",
-            quick=False,
-        ),
+        ArmSpec("lexical, tail 16", "positive", tail(16), ("keyed",), quick=False),
+        ArmSpec("lexical, tail 256", "control", tail(256), ("keyed",), twin="lexical, tail 16", quick=False, red=0.5),
     ]
 
 
@@ -137,7 +130,7 @@ def run_arm(engine: Engine, document: Document, spec: ArmSpec, arm: Arm) -> None
     engine.audit()
     arm.hidden_pages = min([*hidden, *([arm.hidden_pages] if arm.seconds else [])])
     arm.seconds += time.perf_counter() - began
-    arm.red_at_most = arm.trials // 4
+    arm.red_at_most = int(arm.trials * spec.red)
 
 
 def count(arm: Arm, fact: Fact, result: Result) -> None:
