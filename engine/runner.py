@@ -246,19 +246,16 @@ class Runner:
 
     def _store(self, frame: _Frame, layer: int, k: Tensor, v: Tensor) -> None:
         """Write the chunk's keys, rotated by their offset in the page, and values into the own pages' slots."""
-        self.pool.touch(layer, frame.own)
-        slots = self.pool.place(layer, frame.fresh)
         data = self.pool.data[layer]
-        if len(slots):
-            data[torch.from_numpy(slots.astype(np.int64)).to(data.device)] = 0  # 0 x a stale NaN would be NaN
+        if len(frame.fresh):
+            slots = self.pool.place(layer, frame.fresh)
+            data[torch.from_numpy(slots).to(data.device)] = 0  # 0 x a stale NaN would be NaN
         keys = rotate(k, *frame.offset_turns)
         if len(k) == 1:  # a decode step: two plain copies, where an indexed write costs ten times as much
             place = data[int(self.pool.slot_of[layer, frame.own[0]]), :, :, frame.first_row]
             place[0], place[1] = keys[0], v[0]
             return
-        where = torch.from_numpy(self.pool.slot_of[layer, frame.own].astype(np.int64)).to(data.device)[
-            frame.rows // PAGE
-        ]
+        where = torch.from_numpy(self.pool.slot_of[layer][frame.own]).to(data.device)[frame.rows // PAGE]
         data[where, 0, :, frame.rows % PAGE] = keys
         data[where, 1, :, frame.rows % PAGE] = v
 

@@ -19,8 +19,8 @@ class DevicePool:
     def __init__(self, shape: KVShape, slots: int, pages: int, device: torch.device) -> None:
         self.shape, self.slots = shape, slots
         self.data = torch.zeros(shape.layers, slots, *shape.layer_page, dtype=shape.dtype, device=device)
-        self.slot_of = np.full((shape.layers, pages), -1, dtype=np.int32)
-        self.page_in = np.full((shape.layers, slots), -1, dtype=np.int32)
+        self.slot_of = np.full((shape.layers, pages), -1, dtype=np.int64)
+        self.page_in = np.full((shape.layers, slots), -1, dtype=np.int64)
         self.last_used = np.zeros((shape.layers, slots), dtype=np.int64)
         self.pinned = np.zeros(pages, dtype=bool)
         self.tick = 0
@@ -35,14 +35,17 @@ class DevicePool:
 
     def touch(self, layer: int, pages: np.ndarray) -> np.ndarray:
         """Mark resident pages as used in this step; the pages among them that are not resident."""
-        slots = self.slot_of[layer, pages]
-        self.last_used[layer, slots[slots >= 0]] = self.tick
+        slots = self.slot_of[layer][pages]
+        if slots.min(initial=0) >= 0:
+            self.last_used[layer][slots] = self.tick
+            return pages[:0]
+        self.last_used[layer][slots[slots >= 0]] = self.tick
         return pages[slots < 0]
 
     def place(self, layer: int, pages: np.ndarray) -> np.ndarray:
-        """Slots for pages that have none: free ones first, then those of the pages least recently used. int32 [n]."""
+        """Slots for pages that have none: free ones first, then those of the pages least recently used. int64 [n]."""
         if len(pages) == 0:
-            return np.empty(0, dtype=np.int32)
+            return np.empty(0, dtype=np.int64)
         held = self.page_in[layer]
         age = np.where(held < 0, -1, self.last_used[layer])
         blocked = (age == self.tick) | ((held >= 0) & self.pinned[held])
@@ -53,7 +56,7 @@ class DevicePool:
                 f"{self.slots} may be reused",
                 "raise --kv-capacity",
             )
-        slots = np.argsort(age, kind="stable")[: len(pages)].astype(np.int32)
+        slots = np.argsort(age, kind="stable")[: len(pages)]
         old = held[slots]
         self.slot_of[layer, old[old >= 0]] = -1
         self.page_in[layer, slots] = pages
@@ -78,8 +81,7 @@ class DevicePool:
 
     def read(self, layer: int, pages: np.ndarray) -> torch.Tensor:
         """[n, k|v, kv_head, 64, head_dim] of resident pages, in the order given."""
-        slots = self.slot_of[layer, pages]
-        if (slots < 0).any():
+        slots = self.slot_of[layer][pages]
+        if slots.min(initial=0) < 0:
             raise EngineError(f"layer {layer}: pages {pages[slots < 0].tolist()} were read before they were resident")
-        index = torch.from_numpy(slots.astype(np.int64)).to(self.data.device)
-        return self.data[layer].index_select(0, index)
+        return self.data[layer].index_select(0, torch.from_numpy(slots).to(self.data.device))

@@ -85,7 +85,7 @@ class Transfer:
         began = time.perf_counter()
         slots = self.pool.place(layer, pages)
         try:
-            index = torch.from_numpy(slots.astype(np.int64)).to(self.pool.data.device)
+            index = torch.from_numpy(slots).to(self.pool.data.device)
             self.pool.data[layer].index_copy_(0, index, self.load(layer, pages))
             if self.host.verifies:
                 for page, slot in zip(pages.tolist(), slots.tolist(), strict=True):

@@ -66,35 +66,22 @@ class PartialAttention:
 def _few_rows(
     rope: Rotary, q: Tensor, kv: Tensor, distance: np.ndarray, first_row: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Rotate the query once per page; keys are read as they lie."""
+    """Rotate the query once per page; keys are read as they lie. In float32: on a CPU also the faster way."""
     rows, heads, dim = q.shape
     pages, _, kv_heads, _, _ = kv.shape
     group = heads // kv_heads
-    turned = turn_query(rope, q, distance)  # [n, T, heads, dim]
-    turned = (
-        turned.view(pages, rows, kv_heads, group, dim)
-        .permute(0, 2, 1, 3, 4)
-        .reshape(pages, kv_heads, rows * group, dim)
-    )
-    scores = (turned @ kv[:, 0].transpose(-1, -2)).float() * rope.score_scale  # [n, kv_head, T*group, 64]
-    if first_row is not None and rows == 1:  # a decode step: only the rest of the open page lies ahead
-        scores[-1, :, :, first_row - (pages - 1) * PAGE + 1 :] = -math.inf
-    elif first_row is not None:
-        scores = scores.masked_fill(_future(pages, rows, first_row, group, q.device), -math.inf)
-    peak = scores.amax(dim=(0, 3), keepdim=True)
-    weights = torch.exp(scores - peak)
-    norm = weights.sum(dim=(0, 3))  # [kv_head, T*group]
-    out = (weights.to(kv.dtype) @ kv[:, 1]).float().sum(0) / norm.unsqueeze(-1)
-    lse = norm.log() + peak[0, :, :, 0]
-    out = out.view(kv_heads, rows, group, dim).transpose(0, 1).reshape(rows, heads, dim)
-    return out, lse.view(kv_heads, rows, group).transpose(0, 1).reshape(rows, heads)
-
-
-def _future(pages: int, rows: int, first_row: int, group: int, device: torch.device) -> Tensor:
-    """bool [n, 1, T*group, 64]: keys that lie after the row."""
-    key = torch.arange(pages * PAGE, device=device).view(pages, 1, 1, PAGE)
-    row = (first_row + torch.arange(rows, device=device)).repeat_interleave(group).view(1, 1, rows * group, 1)
-    return key > row
+    turned = turn_query(rope, q.float() * rope.score_scale, distance).view(pages, rows, kv_heads, group, dim)
+    turned = turned.transpose(1, 2).reshape(pages, kv_heads, rows * group, dim)
+    scores = turned @ kv[:, 0].float().transpose(-1, -2)  # [n, kv_head, T*group, 64]
+    scores = scores.permute(1, 2, 0, 3).reshape(kv_heads, rows * group, pages * PAGE)
+    if first_row is not None:
+        key = torch.arange(pages * PAGE, device=q.device)
+        row = torch.arange(first_row, first_row + rows, device=q.device).repeat_interleave(group)
+        scores.masked_fill_(key > row.unsqueeze(1), -math.inf)
+    values = kv[:, 1].transpose(0, 1).reshape(kv_heads, pages * PAGE, dim).float()
+    out = (torch.softmax(scores, -1) @ values).view(kv_heads, rows, group, dim).transpose(0, 1)
+    lse = torch.logsumexp(scores, -1).view(kv_heads, rows, group).transpose(0, 1)
+    return out.reshape(rows, heads, dim), lse.reshape(rows, heads)
 
 
 def turn_query(rope: Rotary, q: Tensor, distance: np.ndarray) -> Tensor:
