@@ -74,7 +74,9 @@ def _few_rows(
     turned = turned.transpose(1, 2).reshape(pages, kv_heads, rows * group, dim)
     scores = turned @ kv[:, 0].float().transpose(-1, -2)  # [n, kv_head, T*group, 64]
     scores = scores.permute(1, 2, 0, 3).reshape(kv_heads, rows * group, pages * PAGE)
-    if first_row is not None:
+    if first_row is not None and rows == 1:  # a decode step: only the rest of the open page lies ahead
+        scores[:, :, first_row + 1 :] = -math.inf
+    elif first_row is not None:
         key = torch.arange(pages * PAGE, device=q.device)
         row = torch.arange(first_row, first_row + rows, device=q.device).repeat_interleave(group)
         scores.masked_fill_(key > row.unsqueeze(1), -math.inf)
