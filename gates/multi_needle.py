@@ -61,7 +61,15 @@ def specs(prefill: str, excluded: Settings) -> list[ArmSpec]:
         ArmSpec("random pages", "control", plain(control="random"), twin="default", quick=False),
         ArmSpec("fact excluded", "control", excluded, twin="default"),
         ArmSpec("scorer lexical", "control", plain(scorer="lexical"), ("disjoint",), twin="default"),
-        ArmSpec("scorer mean", "control", plain(scorer="mean"), ("keyed",), twin="default", quick=False),
+        ArmSpec("token, 8 pages", "positive", plain(scorer="token", budget_pages=8), ("keyed",), quick=False),
+        ArmSpec(
+            "mean, 8 pages",
+            "control",
+            plain(scorer="mean", budget_pages=8),
+            ("keyed",),
+            twin="token, 8 pages",
+            quick=False,
+        ),
         ArmSpec("lexical, tail 16", "positive", tail(16), ("keyed",), quick=False),
         ArmSpec("lexical, tail 256", "control", tail(256), ("keyed",), twin="lexical, tail 16", quick=False, red=0.5),
     ]

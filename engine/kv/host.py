@@ -7,8 +7,9 @@ a page that two sequences share, or that a checkpoint keeps, is stored once and 
 from __future__ import annotations
 
 import mmap
+import weakref
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -40,22 +41,27 @@ class HostStore:
         self.replica = np.zeros(pages, dtype=bool)  # True once the whole page has been copied here
         self._free = list(range(pages - 1, -1, -1))
         self._checksum = np.zeros((pages, shape.layers), dtype=np.uint32) if verify else None
+        self._unpin: Callable[[], object] = lambda: None
         self.pinned_bytes = self._pin() if pin else 0
 
-    def _pieces(self) -> Iterator[tuple[int, int]]:
-        """(byte offset, bytes) of what is registered at once. No page lies in two: a copy may not cross the border."""
-        total, piece = self.bytes, max(1, _PIN_PIECE // self.shape.page_bytes) * self.shape.page_bytes
-        for start in range(0, total, piece):
-            yield start, min(piece, total - start)
-
     def _pin(self) -> int:
-        """Register the store with the driver, piece by piece; bytes that could be pinned."""
-        runtime, pinned = torch.cuda.cudart(), 0
-        for start, size in self._pieces():
-            if int(runtime.cudaHostRegister(self.data.data_ptr() + start, size, 0)) != 0:
-                break
-            pinned += size
-        return pinned
+        """Register the store with the driver; bytes that could be pinned. The rest stays pageable.
+
+        Piece by piece, so that a budget which ends half-way pins the first part; no page lies in two pieces, since a
+        copy may not cross the border of a registration.
+        """
+        piece = max(1, _PIN_PIECE // self.shape.page_bytes) * self.shape.page_bytes
+        pinned: list[int] = []
+        # Memory that is freed while registered corrupts later copies from the same addresses, so this never waits for
+        # `close` alone.
+        self._unpin = weakref.finalize(self, _unregister, pinned, self._memory)
+        for start in range(0, self.bytes, piece):
+            address = self.data.data_ptr() + start
+            if int(torch.cuda.cudart().cudaHostRegister(address, min(piece, self.bytes - start), 0)) != 0:
+                _clear_error()
+                return start
+            pinned.append(address)
+        return self.bytes
 
     @property
     def free_pages(self) -> int:
@@ -120,10 +126,23 @@ class HostStore:
         return self._checksum is not None
 
     def close(self) -> None:
-        for start, _ in self._pieces():
-            if start < self.pinned_bytes:
-                torch.cuda.cudart().cudaHostUnregister(self.data.data_ptr() + start)
+        self._unpin()
         self.pinned_bytes = 0
+
+
+def _unregister(addresses: list[int], memory: mmap.mmap) -> None:
+    """`memory` is an argument so that it outlives its registrations."""
+    for address in addresses:
+        torch.cuda.cudart().cudaHostUnregister(address)
+    addresses.clear()
+
+
+def _clear_error() -> None:
+    """A failed registration stays the runtime's last error and would fail the next call, whoever makes it."""
+    try:
+        torch.zeros(1, device="cuda")
+    except RuntimeError:
+        torch.zeros(1, device="cuda")
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
