@@ -29,6 +29,14 @@ class RequestError(KVRingError):
     """A request that can't be served as asked: refused, nothing else is touched."""
 
 
+class ContextLengthError(RequestError):
+    """Prompt and answer do not fit in the context."""
+
+
+class HostFullError(RequestError):
+    """The host store has no pages left; other requests hold them."""
+
+
 class EngineError(KVRingError):
     """The engine failed while serving; never an answer instead."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.config import MODES, PAGE, SCORERS, EngineConfig, RecallParams, SamplingParams
-from engine.errors import RequestError
+from engine.errors import ContextLengthError, RequestError
 from engine.kv.budget import Capacity, WindowBudget
 from engine.limits import check_sampling
 from engine.model.load import LoadedModel
@@ -82,7 +82,7 @@ def prepare(
         query = (max(0, query[1] - tail), query[1])
     room = capacity.context - len(tokens)
     if room < 1:
-        raise RequestError(
+        raise ContextLengthError(
             f"the prompt has {len(tokens):,} tokens; the context of {capacity.context:,} leaves no room for an answer",
             f"shorten the prompt, or --max-context {len(tokens) + 512} or more",
         )

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine.config import PAGE
-from engine.kv.budget import WindowBudget
 from engine.kv.host import HostStore
 from engine.kv.page import page_count
 from engine.kv.pool import DevicePool
@@ -23,80 +21,10 @@ from engine.kv.transfer import Transfer
 from engine.model.transformer import Transformer
 from engine.ops.attention import SEGMENT, PartialAttention, takes_few
 from engine.ops.rope import rotate
-from engine.prefix import EXACT
 from engine.recall.digest import Digests
-from engine.recall.recall import Recall
 from engine.recall.select import EMPTY, REASONS
 from engine.recall.window import fits, span
-from engine.sequence import Sequence as TokenSequence
-
-
-@dataclass
-class Trace:
-    """What a request's steps saw, per logical page; grows with the sequence."""
-
-    steps: int = 0
-    hidden_pages: int = 0  # of the last step: past pages outside the window, the most over the layers
-    over_pool: bool = False
-    reasons: dict[int, Counter[str]] = field(default_factory=dict)  # logical page -> why it was selected, how often
-    fetched: set[int] = field(default_factory=set)
-    seen: set[int] = field(default_factory=set)
-
-
-@dataclass(frozen=True)
-class StepInput:
-    """The whole input of a step. `tokens` follow what `sequence` holds; `logits`: none, last or all rows."""
-
-    sequence: TokenSequence
-    tokens: tuple[int, ...]
-    mode: str  # exact | recall | window
-    budget: WindowBudget
-    recall: Recall
-    trace: Trace
-    logits: str = "last"
-    observe: bool = False  # keep the attention mass of this exact pass
-    explain: bool = False
-
-
-@dataclass(frozen=True)
-class _Frame:
-    """A step's geometry, the same for every layer."""
-
-    step: StepInput
-    past: int  # pages before the chunk's first own page
-    end: int  # tokens of the sequence after the step
-    ids: np.ndarray  # page ids of the whole sequence, fresh ones included
-    fresh: np.ndarray
-    first_row: int  # tokens that the first own page already holds
-    rows: Tensor  # [T] of each token from the first own page's start
-    turns: tuple[Tensor, Tensor]  # cos and sin of the rows: the queries' rotation
-    offset_turns: tuple[Tensor, Tensor]  # of each token's offset in its page: the keys' rotation
-    identity: bool  # everything fits in the pool
-
-    @property
-    def own(self) -> np.ndarray:
-        return self.ids[self.past :]
-
-    @property
-    def tag(self) -> str:
-        """How the pages that this step closes were computed."""
-        if self.identity or self.step.mode == "exact":
-            return EXACT
-        return "window" if self.step.mode == "window" else self.step.recall.settings.tag
-
-    def begin(self) -> None:
-        """Make what this step's scorer reads and the pages lack."""
-        self.step.trace.hidden_pages = 0
-        if self.step.mode == "recall" and not self.identity:
-            self.step.recall.begin_step(self.ids[: self.past])
-
-    def publish(self) -> None:
-        """The step is part of its sequence from now on."""
-        sequence = self.step.sequence
-        sequence.pages.extend(self.fresh.tolist())
-        sequence.tokens.extend(self.step.tokens)
-        sequence.tags.extend([self.tag] * (sequence.closed - len(sequence.tags)))
-        self.step.trace.steps += 1
+from engine.step import Frame, StepInput
 
 
 class Runner:
@@ -123,7 +51,7 @@ class Runner:
         All or nothing: whatever is raised, no sequence has changed.
         """
         self.transfer.settle()
-        frames: list[_Frame] = []
+        frames: list[Frame] = []
         try:
             for step in steps:
                 frames.append(self._frame(step))
@@ -141,7 +69,7 @@ class Runner:
             frame.publish()
         return logits
 
-    def _frame(self, step: StepInput) -> _Frame:
+    def _frame(self, step: StepInput) -> Frame:
         """Reserve the step's pages and lay out its geometry."""
         sequence = step.sequence
         past, end = sequence.closed, sequence.length + len(step.tokens)
@@ -149,7 +77,7 @@ class Runner:
         self.pool.pinned[fresh] = True
         rows = torch.arange(sequence.length - past * PAGE, end - past * PAGE, device=self.model.device)
         ids = np.asarray(sequence.pages + fresh, dtype=np.int64)
-        return _Frame(
+        return Frame(
             step=step,
             past=past,
             end=end,
@@ -162,7 +90,7 @@ class Runner:
             identity=fits(past, len(ids) - past, step.budget.pool),
         )
 
-    def _logits(self, frames: list[_Frame], hidden: Tensor) -> list[Tensor | None]:
+    def _logits(self, frames: list[Frame], hidden: Tensor) -> list[Tensor | None]:
         """hidden [all tokens, hidden]; the rows that were asked for go through the head together."""
         rows = []
         for frame, part in zip(frames, hidden.split([len(frame.step.tokens) for frame in frames]), strict=True):
@@ -172,14 +100,14 @@ class Runner:
         split = self.model.logits(torch.cat(rows)).split([len(part) for part in rows])
         return [part if len(part) else None for part in split]
 
-    def _attend_each(self, frames: list[_Frame], layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend_each(self, frames: list[Frame], layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if len(frames) == 1:
             return self._attend(frames[0], layer, q, k, v)
         sizes = [len(frame.step.tokens) for frame in frames]
         parts = zip(frames, q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
         return torch.cat([self._attend(frame, layer, *qkv) for frame, *qkv in parts])
 
-    def _close(self, frame: _Frame) -> None:
+    def _close(self, frame: Frame) -> None:
         """Digest the pages that this step filled and start their copy to the host."""
         closed = frame.ids[frame.past : frame.end // PAGE]
         if len(closed):
@@ -187,7 +115,7 @@ class Runner:
                 self.digests.ensure(self.digest_kind, closed, self.pool.read)
             self.transfer.write_through(closed.tolist())
 
-    def _undo(self, frame: _Frame) -> None:
+    def _undo(self, frame: Frame) -> None:
         """The step did not happen: its pages are free again and the open page is open, pinned and without a replica."""
         self.transfer.settle(wait=True)
         opened = frame.step.sequence.pages[frame.past :]
@@ -204,7 +132,7 @@ class Runner:
         self.pool.drop(freed)
         self.digests.forget(freed)
 
-    def _attend(self, frame: _Frame, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend(self, frame: Frame, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store the chunk's keys and values, bring the window in, and attend. Shapes as in `Attend`."""
         self.pool.begin_step()  # what another sequence used in this layer may go now
         self._store(frame, layer, k, v)
@@ -244,7 +172,7 @@ class Runner:
         frame.step.trace.over_pool |= not frame.identity
         return partial.result()
 
-    def _store(self, frame: _Frame, layer: int, k: Tensor, v: Tensor) -> None:
+    def _store(self, frame: Frame, layer: int, k: Tensor, v: Tensor) -> None:
         """Write the chunk's keys, rotated by their offset in the page, and values into the own pages' slots."""
         data = self.pool.data[layer]
         if len(frame.fresh):
@@ -259,7 +187,7 @@ class Runner:
         data[where, 0, :, frame.rows % PAGE] = keys
         data[where, 1, :, frame.rows % PAGE] = v
 
-    def _window(self, frame: _Frame, layer: int, q: Tensor, turned: Tensor) -> np.ndarray:
+    def _window(self, frame: Frame, layer: int, q: Tensor, turned: Tensor) -> np.ndarray:
         """Logical past pages that this layer sees, ascending."""
         if frame.identity:
             return np.arange(frame.past)
@@ -276,7 +204,7 @@ class Runner:
         return always.window(chosen.pages)
 
     @staticmethod
-    def _explain(frame: _Frame, window: np.ndarray, missing: np.ndarray) -> None:
+    def _explain(frame: Frame, window: np.ndarray, missing: np.ndarray) -> None:
         frame.step.trace.seen.update(window.tolist())
         gone = set(missing.tolist())
         frame.step.trace.fetched.update(page for page in window.tolist() if int(frame.ids[page]) in gone)

@@ -12,10 +12,11 @@ from engine.config import PAGE
 from engine.prepare import Prepared
 from engine.recall.recall import Recall
 from engine.result import PageView, Progress, RecallReport, Result, Timings, Token, Usage
-from engine.runner import Runner, Trace
+from engine.runner import Runner
 from engine.sampler import Sampler
 from engine.scheduler import Phase
 from engine.sequence import Sequence
+from engine.step import Trace
 from engine.text.stop import StopMatcher
 from engine.text.tokenizer import StreamDecoder, Tokenizer
 

@@ -17,10 +17,11 @@ from engine.kv.budget import WindowBudget
 from engine.kv.page import page_count
 from engine.prefix import PrefixIndex
 from engine.result import Progress
-from engine.runner import Runner, StepInput
+from engine.runner import Runner
 from engine.scheduler import Phase, schedule
 from engine.session import Session
 from engine.stats import EngineStats
+from engine.step import StepInput
 
 
 class Turns:

@@ -51,6 +51,7 @@ def test_the_arithmetic_of_the_capacity_table():
         ({}, {"device": 4 * GIB}, "exceed the device's 4 GiB", "smaller model"),
         ({}, {"trained": 131_072}, "beyond the 131,072 that the model was trained on", "--positions compact"),
         ({"max_context": 0}, {}, "holds nothing", "--max-context"),
+        ({"positions": "compact", "kv_capacity": 16_384}, {"trained": 8192}, "beyond the 8,192", "--kv-capacity 8192"),
         ({"retrieve": 17_900}, {}, "the pool of 280 has room for", "--retrieve"),
     ],
 )
@@ -68,6 +69,10 @@ def test_the_context_that_a_refusal_offers_is_accepted():
 def test_without_a_wish_the_context_shrinks_to_what_the_host_holds_and_says_so():
     capacity = plan(replace(BASE, max_context=None), ram=20 * GIB)
     assert capacity.context == 138_304 and "host memory holds no more" in capacity.notes[0]
+
+
+def test_a_compact_window_stays_within_what_the_model_was_trained_on():
+    assert plan(replace(BASE, positions="compact"), trained=8192).pool_pages == 128
 
 
 def test_a_pool_larger_than_the_context_is_a_dense_engine():

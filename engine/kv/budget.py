@@ -120,7 +120,7 @@ def plan_capacity(
     host_room = min(ram_room, config.host_kv_bytes) if config.host_kv_bytes else ram_room
     context = _context(config, shape, trained_context, host_room, notes)
     logical = page_count(context)
-    pool = _pool_pages(config, logical)
+    pool = _pool_pages(config, logical, trained_context)
     ring = pool < logical
     if config.ring == "off" and ring:
         raise ConfigError(
@@ -184,18 +184,25 @@ def _context(config: EngineConfig, shape: KVShape, trained: int, host_room: int,
     return config.max_context
 
 
-def _pool_pages(config: EngineConfig, logical: int) -> int:
+def _pool_pages(config: EngineConfig, logical: int, trained: int) -> int:
     if config.kv_capacity is not None:
         pages = config.kv_capacity // PAGE
         if pages < 1:
             raise ConfigError(
                 f"a pool of {config.kv_capacity} tokens holds no page of {PAGE}", "--kv-capacity 4032, say"
             )
+        if config.positions == "compact" and min(pages, logical) * PAGE > trained:
+            raise ConfigError(
+                f"compact positions pack the window from 0, and a pool of {pages * PAGE:,} tokens reaches beyond the "
+                f"{trained:,} that the model was trained on",
+                f"--kv-capacity {trained // PAGE * PAGE} or less",
+            )
         return min(pages, logical)
     if config.ring == "off":
         return logical
     window = config.kv_window or DEFAULT_WINDOW
-    return min(-(-window // PAGE) + -(-config.prefill_chunk // PAGE) + SLACK, logical)
+    pages = min(-(-window // PAGE) + -(-config.prefill_chunk // PAGE) + SLACK, logical)
+    return min(pages, trained // PAGE) if config.positions == "compact" else pages
 
 
 def _check_device(config: EngineConfig, shape: KVShape, memory: Memory, capacity: Capacity) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from engine.errors import EngineError, RequestError
+from engine.errors import EngineError, HostFullError
 from engine.kv.page import KVShape
 from engine.units import GIB, format_bytes
 
@@ -74,7 +74,7 @@ class HostStore:
     def allocate(self, count: int) -> list[int]:
         """`count` fresh page ids, each with one reference. Consecutive where the store allows: reads stream better."""
         if count > len(self._free):
-            raise RequestError(
+            raise HostFullError(
                 f"the host store has {len(self._free)} free pages of {self.pages}, the request needs {count} more",
                 "raise --max-context or --host-kv-gib, or wait until another conversation ends",
             )

@@ -1,0 +1,82 @@
+"""What one step is made of: its frozen input, its geometry, and the trace that a request's steps leave."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from engine.kv.budget import WindowBudget
+from engine.prefix import EXACT
+from engine.recall.recall import Recall
+from engine.sequence import Sequence
+
+
+@dataclass
+class Trace:
+    """What a request's steps saw, per logical page; grows with the sequence."""
+
+    steps: int = 0
+    hidden_pages: int = 0  # of the last step: past pages outside the window, the most over the layers
+    over_pool: bool = False
+    reasons: dict[int, Counter[str]] = field(default_factory=dict)  # logical page -> why it was selected, how often
+    fetched: set[int] = field(default_factory=set)
+    seen: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """The whole input of a step. `tokens` follow what `sequence` holds; `logits`: none, last or all rows."""
+
+    sequence: Sequence
+    tokens: tuple[int, ...]
+    mode: str  # exact | recall | window
+    budget: WindowBudget
+    recall: Recall
+    trace: Trace
+    logits: str = "last"
+    observe: bool = False  # keep the attention mass of this exact pass
+    explain: bool = False
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A step's geometry, the same for every layer."""
+
+    step: StepInput
+    past: int  # pages before the chunk's first own page
+    end: int  # tokens of the sequence after the step
+    ids: np.ndarray  # page ids of the whole sequence, fresh ones included
+    fresh: np.ndarray
+    first_row: int  # tokens that the first own page already holds
+    rows: Tensor  # [T] of each token from the first own page's start
+    turns: tuple[Tensor, Tensor]  # cos and sin of the rows: the queries' rotation
+    offset_turns: tuple[Tensor, Tensor]  # of each token's offset in its page: the keys' rotation
+    identity: bool  # everything fits in the pool
+
+    @property
+    def own(self) -> np.ndarray:
+        return self.ids[self.past :]
+
+    @property
+    def tag(self) -> str:
+        """How the pages that this step closes were computed."""
+        if self.identity or self.step.mode == "exact":
+            return EXACT
+        return "window" if self.step.mode == "window" else self.step.recall.settings.tag
+
+    def begin(self) -> None:
+        """Make what this step's scorer reads and the pages lack."""
+        self.step.trace.hidden_pages = 0
+        if self.step.mode == "recall" and not self.identity:
+            self.step.recall.begin_step(self.ids[: self.past])
+
+    def publish(self) -> None:
+        """The step is part of its sequence from now on."""
+        sequence = self.step.sequence
+        sequence.pages.extend(self.fresh.tolist())
+        sequence.tokens.extend(self.step.tokens)
+        sequence.tags.extend([self.tag] * (sequence.closed - len(sequence.tags)))
+        self.step.trace.steps += 1
