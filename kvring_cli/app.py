@@ -15,6 +15,7 @@ from kvring_cli.commands.gate import gate
 from kvring_cli.commands.inspect import inspect
 from kvring_cli.commands.pull import pull
 from kvring_cli.commands.run import run
+from kvring_cli.commands.smoke import smoke
 
 INTERRUPTED = 130
 _UsageError: Any = typer.BadParameter.__mro__[1]  # typer brings its own click, or uses the installed one
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 for command in (run, chat, pull, inspect, gate):
     app.command(no_args_is_help=True)(command)
+app.command()(smoke)
 app.add_typer(bench, name="bench")
 
 

@@ -1,4 +1,4 @@
-"""A server for tests of `kvring smoke`, with one fault or none: `broken_server.py FAULT ... --port PORT`. Loads nothing."""
+"""A server with one fault or none, for tests of `kvring smoke`: `broken_server.py FAULT ... --port PORT`."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_a_refusal_is_a_verdict_of_its_own_and_says_why():
 
 
 def test_wrong_values_of_other_models_are_judged_only_when_asked_for():
-    serve = [sys.executable, "", "wrong"]
+    serve = broken("wrong")
     assert run("other", serve=serve, timeout=20.0).verdict == "PASS"
     assert run("other", serve=serve, timeout=20.0, strict=True).verdict == "FAIL"
 
@@ -97,7 +97,7 @@ def test_what_a_server_leaves_behind_is_killed_and_told_on():
 def test_an_exception_while_it_runs_stops_the_server():
     with (
         pytest.raises(KeyboardInterrupt),
-        Child([sys.executable, "", "none", "--port", str(port := free_port())], port) as child,
+        Child([*broken("none"), "--port", str(port := free_port())], port) as child,
     ):
         assert child.wait_ready(20.0) == "ready"
         raise KeyboardInterrupt
@@ -143,7 +143,7 @@ def test_a_repetition_is_told_from_an_answer():
 
 
 def test_the_command_writes_its_report_and_exits_with_the_verdict(monkeypatch, tmp_path, capsys):
-    serve = [sys.executable, "", "wrong"]
+    serve = broken("wrong")
     monkeypatch.setattr("gates.smoke.run", lambda model, **more: run(model, **{**more, "serve": serve}))
     path = tmp_path / "report.json"
     assert call(["smoke", "phantom", "--json", str(path), "--timeout", "20", "--", "--kv-capacity", "4032"]) == 1

@@ -1,0 +1,38 @@
+"""`kvring smoke`: does a real server start, answer, remember and stop on this machine?"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvring_cli.options import Model
+
+
+def smoke(
+    model: Model = "phantom",
+    options: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- OPTION...]", help="After --: options for kvring serve.", show_default=False),
+    ] = None,
+    *,
+    timeout: Annotated[
+        float, typer.Option("--timeout", min=1, help="Seconds until it must be ready, and for each answer.")
+    ] = 120.0,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Judge the values in the answers of any model, not of the phantom alone.")
+    ] = False,
+    report: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON.")] = None,
+) -> None:
+    """Start a server on a free port, ask it twice, stop it. Exit code: PASS 0, FAIL 1, refused to start 3."""
+    from gates.smoke import run
+    from kvring_cli.commands.gate import GateProgress, _writable, _write, show
+
+    if report is not None:
+        _writable(report)
+    with GateProgress("smoke") as progress:
+        found = run(model, options=options or (), timeout=timeout, strict=strict, say=progress)
+    show(found)
+    if report is not None:
+        _write(report, [found])
+    raise typer.Exit(found.exit_code)
