@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterable
 
 import numpy as np
 from torch import Tensor
@@ -13,7 +14,7 @@ from engine.prepare import Prepared
 from engine.recall.recall import Recall
 from engine.result import PageView, Progress, RecallReport, Result, Timings, Token, Usage
 from engine.runner import Runner
-from engine.sampler import Sampler
+from engine.sampler import Sampled, Sampler
 from engine.scheduler import Phase
 from engine.sequence import Sequence
 from engine.step import Trace
@@ -40,6 +41,7 @@ class Session:
         self._runner = runner
         self._eos = frozenset(tokenizer.eos)
         self._sampler = Sampler(prepared.sampling, prepared.tokens)
+        self._forced: deque[int] = deque()
         self._decoder = StreamDecoder(tokenizer)
         self._stop = StopMatcher(prepared.sampling.stop)
         self._generated: list[int] = []
@@ -79,7 +81,7 @@ class Session:
 
     def draw(self, logits: Tensor) -> Token:
         """The next token, and `finish` if it ends the answer."""
-        sampled = self._sampler.draw(logits)
+        sampled = Sampled(self._forced.popleft()) if self._forced else self._sampler.draw(logits)
         if not self._generated:
             self._first = time.perf_counter()
         self._generated.append(sampled.token)
@@ -94,6 +96,30 @@ class Session:
             text += self._stop.flush()
         self._text.append(text)
         return Token(sampled.token, text, sampled.logprob, sampled.top)
+
+    def force(self, tokens: Iterable[int]) -> None:
+        """These come next, whatever the model would say: so a server ends thinking that used up its budget."""
+        self._forced.extend(tokens)
+
+    @property
+    def stop_string(self) -> str | None:
+        """Which stop string ended the answer."""
+        return self._stop.stopped
+
+    def places(self) -> str:
+        """A letter for each page now: s sink, k selected, r recent, o open, w in the pool without a reason, . cold."""
+        closed, budget = self.sequence.closed, self.prepared.budget
+        resident = (self._runner.pool.slot_of[:, self.sequence.ids()] >= 0).any(axis=0)
+        held, recent = set(self.recall.held), closed - budget.recent + 1
+
+        def letter(page: int) -> str:
+            if page >= closed:
+                return "o"
+            if not resident[page]:
+                return "."
+            return "s" if page < budget.sink else "k" if page in held else "r" if page >= recent else "w"
+
+        return "".join(map(letter, range(len(self.sequence.pages))))
 
     def result(self) -> Result:
         now = time.perf_counter()

@@ -15,6 +15,7 @@ from kvring_cli.commands.gate import gate
 from kvring_cli.commands.inspect import inspect
 from kvring_cli.commands.pull import pull
 from kvring_cli.commands.run import run
+from kvring_cli.commands.serve import serve
 from kvring_cli.commands.smoke import smoke
 
 INTERRUPTED = 130
@@ -27,7 +28,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (run, chat, pull, inspect, gate):
+for command in (run, chat, serve, pull, inspect, gate):
     app.command(no_args_is_help=True)(command)
 app.command()(smoke)
 app.add_typer(bench, name="bench")

@@ -73,6 +73,11 @@ class Recall:
     def __post_init__(self) -> None:
         self._rng = np.random.default_rng(self.settings.seed)
 
+    @property
+    def held(self) -> list[int]:
+        """Logical pages that the last step selected in any layer."""
+        return sorted({int(page) for pages in self._held.values() for page in pages})
+
     def ask(self, tokens: np.ndarray, query: np.ndarray) -> None:
         """A question: `query` are its token ids, `tokens` all that stands before the step that reads it (int [n])."""
         if self.settings.scorer in ("lexical", "fused"):

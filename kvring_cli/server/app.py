@@ -1,0 +1,85 @@
+"""The application: routes, and in front of them who may come in and whether there is anybody to answer."""
+
+from __future__ import annotations
+
+import hmac
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from engine.errors import KVRingError
+from kvring_cli.server import chat, info
+from kvring_cli.server.errors import APIError, as_api_error, speaks_anthropic
+from kvring_cli.server.metrics import Metrics
+from kvring_cli.server.ring import paint
+from kvring_cli.server.service import Service
+
+OPEN_PATHS = ("/health", "/")
+"""Answered without a key; the page asks for one itself."""
+
+
+def make_app(service: Service) -> FastAPI:
+    app = FastAPI(title="kvring", docs_url=None, redoc_url=None)
+    app.state.service, app.state.metrics = service, Metrics(service)
+    service.paint = paint
+    service.log.observers.append(app.state.metrics.ended)
+    for module in (info, chat):
+        app.include_router(module.router)
+    app.add_exception_handler(Exception, _refuse)
+    for known in (APIError, KVRingError):
+        app.add_exception_handler(known, _refuse)
+    app.add_exception_handler(HTTPException, _no_route)
+    app.add_middleware(Gate, service=service)
+    return app
+
+
+class Gate:
+    """In front of every route: the key, the body's announced size, and 503 while nobody can answer."""
+
+    def __init__(self, app: Any, service: Service) -> None:
+        self.app, self.service = app, service
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        refusal = self._refusal(scope) if scope["type"] == "http" else None
+        if refusal is None:
+            await self.app(scope, receive, send)
+        else:
+            await _response(refusal, scope["path"])(scope, receive, send)
+
+    def _refusal(self, scope: Any) -> APIError | None:
+        headers = {name: value for name, value in scope["headers"]}
+        settings = self.service.settings
+        if settings.api_key and scope["path"] not in OPEN_PATHS and not _may_enter(headers, settings.api_key):
+            return APIError(401, "invalid_api_key", "the API key is missing or wrong")
+        size = headers.get(b"content-length", b"0")
+        if size.isdigit() and int(size) > settings.max_body:
+            return APIError(413, "request_too_large", f"the body is larger than {settings.max_body:,} bytes")
+        if scope["path"] in OPEN_PATHS or self.service.state == "ready":
+            return None
+        if self.service.state == "loading":
+            return APIError(503, "model_loading", "the model is loading: GET /health tells when it is ready", None, 2)
+        return APIError(503, "engine_unavailable", f"the engine is not running: {self.service.error}", None, 10)
+
+
+def _may_enter(headers: dict[bytes, bytes], key: str) -> bool:
+    scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+    given = token.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
+    return hmac.compare_digest(given, key.encode())
+
+
+def _response(error: APIError, path: str) -> JSONResponse:
+    return JSONResponse(error.body(speaks_anthropic(path)), error.status, error.headers)
+
+
+async def _refuse(request: Request, error: Exception) -> JSONResponse:
+    refusal = as_api_error(error)
+    request.app.state.metrics.refused(refusal.code)
+    return _response(refusal, request.url.path)
+
+
+async def _no_route(request: Request, error: Any) -> JSONResponse:
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "bad_request")
+    refusal = APIError(error.status_code, code, f"{request.method} {request.url.path}: {error.detail}")
+    return _response(refusal, request.url.path)

@@ -1,0 +1,128 @@
+"""What the server says of itself: the lines at start-up, one line per request, and the same as JSON lines."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine.units import GIB, MIB
+from kvring_cli import console
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+    from kvring_cli.server.ask import Answer
+
+
+class RequestLog:
+    """One line to stderr for each request that ended, and one to `file` if there is one. Never any content."""
+
+    def __init__(self, file: str | None = None) -> None:
+        self._file = Path(file).open("a", encoding="utf-8") if file else None  # noqa: SIM115 (open as long as the server)
+        self._turn = threading.Lock()
+        self.observers: list[Any] = []
+
+    def done(self, answer: Answer) -> None:
+        result, recall, times = answer.result, answer.result.recall, answer.result.timings
+        counts = result.usage
+        prefill, decode = times.rates(counts)
+        share = 100 * counts.cached / max(1, counts.prompt)
+        fields = [
+            f"req#{answer.stream.job.number} done",
+            answer.ask.form,
+            answer.finish,
+            f"prompt {counts.prompt:,}",
+            f"cache {counts.cached:,} ({share:.1f}%)",
+            f"output {counts.generated:,}",
+            f"TTFT {1000 * (times.first_token + answer.stream.queued):,.0f} ms",
+            f"queue {1000 * answer.stream.queued:,.0f} ms",
+            f"prefill {prefill:,.0f} tok/s",
+            f"decode {decode:,.1f} tok/s",
+            f"select {recall.pages_selected:,} pages",
+            f"host {recall.layer_pages_fetched:,} hits, {recall.bytes_fetched / MIB:,.0f} MiB",
+        ]
+        console.say(" | ".join(fields))
+        for warning in answer.warnings():
+            console.warn(f"req#{answer.stream.job.number}: {warning}")
+        self._write(answer, answer.finish)
+
+    def failed(self, answer: Answer, code: str) -> None:
+        job = answer.stream.job
+        console.say(
+            f"req#{job.number} {'cancelled' if code == 'cancelled' else 'failed'} | {answer.ask.form} | {code} | "
+            f"prompt {len(answer.prepared.tokens):,} | output {job.generated:,}"
+        )
+        self._write(answer, code)
+
+    def _write(self, answer: Answer, ending: str) -> None:
+        job, result = answer.stream.job, answer.result
+        for observe in self.observers:
+            observe(answer, ending)
+        if self._file is None:
+            return
+        line = {
+            "time": time.time(),
+            "request": job.number,
+            "form": answer.ask.form,
+            "end": ending,
+            "prompt_tokens": len(answer.prepared.tokens),
+            "completion_tokens": job.generated,
+            "max_tokens": answer.prepared.max_tokens,
+            "max_tokens_source": "default" if answer.ask.sampling.max_tokens is None else "request",
+            "queue_seconds": answer.stream.queued,
+        }
+        if result is not None:
+            line |= {
+                "cached_tokens": result.usage.cached,
+                "prefill_seconds": result.timings.prefill,
+                "first_token_seconds": result.timings.first_token,
+                "decode_seconds": result.timings.decode,
+                **{f"recall_{name}": value for name, value in vars(result.recall).items()},
+                "warnings": answer.warnings(),
+            }
+        with self._turn:
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def ready_lines(engine: Engine, seconds: float) -> list[str]:
+    """From `device profile` to `reuse`, in the order in which tools look for them."""
+    capacity, window, config = engine.capacity, engine.capacity.window, engine.config
+    dtype = str(engine.model.transformer.dtype).removeprefix("torch.").replace("bfloat16", "bf16")
+    total = window.sink + window.selection + window.recent + window.free
+    runtime = capacity.pool_bytes + capacity.digest_bytes + capacity.staging_bytes
+    return [
+        f"device profile {engine.model.transformer.device.type}: 0 routed keys (built-in; torch has no routes)",
+        _scoring(engine),
+        f"engine ready | {engine.model.name} | total {seconds:.1f}s | weights {capacity.weight_bytes / GIB:.2f} GiB",
+        f"capacity | KV {capacity.pool_pages * 64:,} tokens, {dtype}, "
+        f"{'auto' if config.kv_capacity is None else 'explicit'} | pages {capacity.pool_pages:,}/"
+        f"{capacity.logical_pages:,} | runtime {runtime / GIB:.2f} GiB | free {_free(engine) / GIB:.2f} GiB",
+        f"[ring] budgets: sink={window.sink}, selection={window.selection}, recent={window.recent}, "
+        f"free={window.free} (pool {window.pool}) [sum == pool: {'yes' if total == window.pool else 'no'}]",
+        f"reuse host-backed: {'on' if config.reuse else 'off'}",
+    ]
+
+
+def _scoring(engine: Engine) -> str:
+    config = engine.config
+    if not engine.capacity.ring:
+        return "[ring] content scoring idle: the pool holds the whole context, nothing is ever cold"
+    if config.retrieve == "off":
+        return "[ring] content scoring OFF (--retrieve off): a prompt over the pool is answered blind"
+    return f"[ring] content scoring ON by default (the ring is configured): scorer {config.scorer}"
+
+
+def _free(engine: Engine) -> int:
+    """Memory that is left where the pool lies."""
+    import psutil
+    import torch
+
+    device = engine.model.transformer.device
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available

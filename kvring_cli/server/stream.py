@@ -1,0 +1,111 @@
+"""One request seen from the event loop: queued, admitted, then its events as they come. Leaving early cancels it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvring_cli.server.errors import APIError
+from kvring_cli.server.worker import Admitted, Job, Worker
+
+if TYPE_CHECKING:
+    from engine.prepare import Prepared
+    from engine.result import Progress, Result, Token
+
+
+class Stream:
+    """Use as `async with`: whatever ends the block, the request holds nothing afterwards."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        prepared: Prepared,
+        arrived: float,
+        guide: Callable[[int, str], Sequence[int]] | None = None,
+        asked_length: bool = False,
+    ) -> None:
+        loop, self._events = asyncio.get_running_loop(), asyncio.Queue()
+        put = self._events.put_nowait
+        self.worker = worker
+        self.job = Job(
+            prepared,
+            deliver=lambda events: loop.call_soon_threadsafe(put, events),
+            guide=guide,
+            asked_length=asked_length,
+            arrived=arrived,
+        )
+        self._ended = False
+
+    async def __aenter__(self) -> Stream:
+        self.worker.submit(self.job)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if not self._ended:
+            self.worker.cancel(self.job)
+
+    @property
+    def queued(self) -> float:
+        """Seconds between arrival and admission."""
+        return (self.job.admitted or time.perf_counter()) - self.job.arrived
+
+    async def begin(self, timeout: float) -> None:
+        """Wait until it leaves the queue: APIError 503 at `timeout` seconds after its arrival."""
+        left = self.job.arrived + timeout - time.perf_counter()
+        try:
+            events = await asyncio.wait_for(self._events.get(), max(0.0, left))
+        except asyncio.TimeoutError:
+            if self.worker.withdraw(self.job):
+                self._ended = True
+                raise APIError(
+                    503,
+                    "request_queue_timeout",
+                    f"the request waited {timeout:g} s in the queue, the most that --pending-timeout allows",
+                    retry_after=10,
+                ) from None
+            events = await self._events.get()
+        if not isinstance(events[0], Admitted):
+            self._ended = True
+            raise events[0]
+
+    async def events(self, silence: float) -> AsyncIterator[Progress | Token | Result | None]:
+        """What happens; None when nothing did for `silence` seconds. An error of the request is raised."""
+        from engine.result import Result
+
+        while True:
+            try:
+                events = await asyncio.wait_for(self._events.get(), silence)
+            except asyncio.TimeoutError:
+                yield None
+                continue
+            for event in events:
+                if isinstance(event, BaseException):
+                    self._ended = True
+                    raise event
+                self._ended = isinstance(event, Result)
+                yield event
+                if self._ended:
+                    return
+
+
+async def unless_gone(request: Any, work: Any) -> Any:
+    """The result of the coroutine `work`, cancelled as soon as the client goes away; then None."""
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return None
+    finally:
+        watch.cancel()
+        task.cancel()
+
+
+async def _gone(request: Any) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
