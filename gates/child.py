@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
+from http.client import HTTPException
 from typing import Any
 
 STOP_SECONDS = 10.0  # from being asked to stop to being killed
@@ -54,6 +55,7 @@ class Child:
         self.port = port
         self.lines: list[str] = []
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONUTF8": "1"}
+        environment.pop("KVRING_API_KEY", None)  # it is asked without one
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, env=environment)
         self._reader = threading.Thread(target=self._read, name="child-lines", daemon=True)
@@ -80,6 +82,8 @@ class Child:
                 status, text = answer.status, answer.read()
         except urllib.error.HTTPError as error:
             status, text = error.code, error.read()
+        except HTTPException as error:  # cut in the middle
+            raise OSError(f"{type(error).__name__}: {error}") from error
         try:
             return status, json.loads(text)
         except ValueError:

@@ -17,6 +17,7 @@ from kvring_cli.commands.pull import pull
 from kvring_cli.commands.run import run
 from kvring_cli.commands.serve import serve
 from kvring_cli.commands.smoke import smoke
+from kvring_cli.commands.top import top
 
 INTERRUPTED = 130
 _UsageError: Any = typer.BadParameter.__mro__[1]  # typer brings its own click, or uses the installed one
@@ -31,6 +32,7 @@ app = typer.Typer(
 for command in (run, chat, serve, pull, inspect, gate):
     app.command(no_args_is_help=True)(command)
 app.command()(smoke)
+app.command()(top)
 app.add_typer(bench, name="bench")
 
 
