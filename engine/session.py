@@ -99,7 +99,7 @@ class Session:
 
     def force(self, tokens: Iterable[int]) -> None:
         """These come next, whatever the model would say: so a server ends thinking that used up its budget."""
-        self._forced.extend(tokens)
+        self._forced.extendleft(reversed(list(tokens)))
 
     @property
     def stop_string(self) -> str | None:

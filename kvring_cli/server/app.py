@@ -10,13 +10,13 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from engine.errors import KVRingError
-from kvring_cli.server import chat, info
+from kvring_cli.server import anthropic, chat, completions, info, page, tokenize
 from kvring_cli.server.errors import APIError, as_api_error, speaks_anthropic
 from kvring_cli.server.metrics import Metrics
 from kvring_cli.server.ring import paint
 from kvring_cli.server.service import Service
 
-OPEN_PATHS = ("/health", "/")
+OPEN_PATHS = ("/health", *page.FILES)
 """Answered without a key; the page asks for one itself."""
 
 
@@ -25,8 +25,9 @@ def make_app(service: Service) -> FastAPI:
     app.state.service, app.state.metrics = service, Metrics(service)
     service.paint = paint
     service.log.observers.append(app.state.metrics.ended)
-    for module in (info, chat):
+    for module in (info, chat, completions, anthropic, tokenize):
         app.include_router(module.router)
+    page.mount(app)
     app.add_exception_handler(Exception, _refuse)
     for known in (APIError, KVRingError):
         app.add_exception_handler(known, _refuse)

@@ -65,16 +65,24 @@ class Answer:
             service.worker, prepared, ask.arrived, self.budget, asked_length=ask.sampling.max_tokens is not None
         )
         self.said: set[str] = set()  # kinds of parts that came
+        self.error: BaseException | None = None  # what ended its stream
+        self._closed = False
 
     async def __aenter__(self) -> Answer:
         await self.stream.__aenter__()
         return self
 
     async def __aexit__(self, *details: Any) -> None:
-        await self.stream.__aexit__(*details)
+        await self.close(details[1])
+
+    async def close(self, error: BaseException | None = None) -> None:
+        """End it, whatever state it is in; `error` is why. Once is enough."""
+        if self._closed:
+            return
+        self._closed = True
+        await self.stream.__aexit__(None, None, None)
         if self.result is None:
-            error = as_api_error(details[1]).code if isinstance(details[1], Exception) else "cancelled"
-            self.service.log.failed(self, error)
+            self.service.log.failed(self, as_api_error(error).code if isinstance(error, Exception) else "cancelled")
 
     async def begin(self) -> None:
         await self.stream.begin(self.service.settings.pending_timeout)
@@ -168,6 +176,18 @@ async def start(service: Service, ask: Ask) -> Answer:
         room = engine.capacity.context - len(prepared.tokens)
         prepared.max_tokens = min(room, service.settings.default_max_tokens)
     return Answer(service, ask, prepared)
+
+
+async def open_answer(service: Service, ask: Ask) -> Answer:
+    """One that left the queue, so that a stream begins only where there will be something to stream. Close it."""
+    answer = await start(service, ask)
+    await answer.__aenter__()
+    try:
+        await answer.begin()
+    except BaseException as error:
+        await answer.close(error)
+        raise
+    return answer
 
 
 def _prepare(engine: Any, ask: Ask) -> Prepared:

@@ -14,9 +14,10 @@ from pydantic import Field
 
 from engine.text.tools import Call
 from kvring_cli.server import report, sse
-from kvring_cli.server.ask import Answer, Ask, start
+from kvring_cli.server.ask import Answer, Ask, open_answer, start
 from kvring_cli.server.errors import as_api_error
-from kvring_cli.server.fields import OpenAIBody, read
+from kvring_cli.server.fields import OpenAIBody, described, read
+from kvring_cli.server.frame import Frame
 from kvring_cli.server.logprobs import chat_logprobs
 from kvring_cli.server.messages import from_openai, thinking_of, tools_of
 from kvring_cli.server.service import Service
@@ -40,14 +41,11 @@ class ChatBody(OpenAIBody):
         return self.max_completion_tokens or self.max_tokens
 
 
-@router.post(
-    "/v1/chat/completions",
-    openapi_extra={"requestBody": {"content": {"application/json": {"schema": ChatBody.model_json_schema()}}}},
-)
+@router.post("/v1/chat/completions", openapi_extra=described(ChatBody))
 async def chat_completions(request: Request) -> Response:
     service: Service = request.app.state.service
     arrived = time.perf_counter()
-    body, _ = await read(request, ChatBody, service.settings.max_body)
+    body = await read(request, ChatBody, service.settings.max_body)
     service.check_model(body.model)
     tools, names = tools_of(body.tools, body.tool_choice)
     thinking, template = thinking_of(body.chat_template_kwargs, body.reasoning_effort)
@@ -64,32 +62,10 @@ async def chat_completions(request: Request) -> Response:
     )
     frame = Frame(service.model_id, "chat.completion", "chatcmpl")
     if body.stream:
-        answer = await start(service, ask)
-        opened = await unless_gone(request, _begin(answer))
-        return sse.respond(_events(answer, frame, body)) if opened else Response(status_code=499)
+        answer = await unless_gone(request, open_answer(service, ask))
+        return sse.Events(answer, _events(answer, frame, body)) if answer else sse.GONE
     whole = await unless_gone(request, _whole(service, ask, frame))
-    return Response(status_code=499) if whole is None else JSONResponse(whole)
-
-
-class Frame:
-    """What every chunk of one response says of itself."""
-
-    def __init__(self, model: str, kind: str, prefix: str) -> None:
-        self.head = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
-
-    def chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
-        return sse.event({**self.head, "object": f"{self.head['object']}.chunk", "choices": choices, **more})
-
-
-async def _begin(answer: Answer) -> bool:
-    """Out of the queue. From here on `_events` ends the request; before, this does."""
-    await answer.__aenter__()
-    try:
-        await answer.begin()
-    except BaseException as error:
-        await answer.__aexit__(type(error), error, None)
-        raise
-    return True
+    return JSONResponse(whole) if whole else sse.GONE
 
 
 async def _whole(service: Service, ask: Ask, frame: Frame) -> dict[str, Any]:
@@ -126,7 +102,6 @@ async def _events(answer: Answer, frame: Frame, body: ChatBody) -> AsyncIterator
         more = {"timings": report.timings(answer), "kvring": report.kvring(answer)} if finish else {}
         return frame.chunk([one], **usage_null, **more)
 
-    error: BaseException | None = None
     try:
         yield choice({"role": "assistant"})
         async for part in answer.parts():
@@ -142,10 +117,8 @@ async def _events(answer: Answer, frame: Frame, body: ChatBody) -> AsyncIterator
             yield frame.chunk([], usage=report.usage(answer))
         yield sse.DONE
     except Exception as failure:
-        error = failure
+        answer.error = failure
         yield sse.event(as_api_error(failure).body(anthropic=False))
-    finally:
-        await answer.__aexit__(None, error, None)
 
 
 def _call(call: Call, index: int, whole: bool) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from engine.config import RecallParams, SamplingParams
 from kvring_cli.server.errors import APIError, invalid
 
-Shape = TypeVar("Shape", bound="Body")
+Shape = TypeVar("Shape", bound=BaseModel)
 
 
 class Extension(BaseModel):
@@ -128,8 +128,28 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 """Known fields that would change the answer and aren't supported, and the values that ask for nothing."""
 
 
-async def read(request: Request, shape: type[Shape], limit: int) -> tuple[Shape, dict[str, Any]]:
-    """The checked body and the raw one; APIError naming the field that is wrong."""
+def described(shape: type[BaseModel]) -> dict[str, Any]:
+    """A body's schema for the OpenAPI document."""
+    schema = shape.model_json_schema(ref_template="#/components/schemas/{model}")
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": _inline(schema)}}}}
+
+
+def _inline(schema: dict[str, Any]) -> dict[str, Any]:
+    """Without references, which would need a place of their own."""
+    parts = schema.pop("$defs", {})
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, dict):
+            if "$ref" in value:
+                return walk(parts[value["$ref"].rpartition("/")[2]])
+            return {key: walk(item) for key, item in value.items()}
+        return [walk(item) for item in value] if isinstance(value, list) else value
+
+    return walk(schema)
+
+
+async def read(request: Request, shape: type[Shape], limit: int) -> Shape:
+    """The checked body; APIError naming the field that is wrong."""
     raw = parse(await read_bytes(request, limit))
     if not isinstance(raw, dict):
         raise invalid("the body must be a JSON object")
@@ -137,7 +157,7 @@ async def read(request: Request, shape: type[Shape], limit: int) -> tuple[Shape,
         value = raw.get(name)
         if value is not None and not any(value == one and type(value) is type(one) for one in neutral):
             raise APIError(400, "unsupported_field", f"'{name}' is not supported by this server: leave it out", name)
-    return check(raw, shape), raw
+    return check(raw, shape)
 
 
 def check(raw: Mapping[str, Any], shape: type[Shape]) -> Shape:

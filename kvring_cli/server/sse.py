@@ -6,12 +6,14 @@ import json
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
-from fastapi.responses import StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 
 if TYPE_CHECKING:
     from kvring_cli.server.ask import Answer
 
 DONE = b"data: [DONE]\n\n"
+GONE = Response(status_code=499)
+"""For a client that left; nobody reads it."""
 
 
 def event(value: Any, name: str | None = None) -> bytes:
@@ -25,6 +27,16 @@ def keep_alive(answer: Answer) -> bytes:
     return f": keep-alive {done}/{len(answer.prepared.tokens)}\n\n".encode()
 
 
-def respond(events: AsyncIterator[bytes]) -> StreamingResponse:
-    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    return StreamingResponse(events, media_type="text/event-stream; charset=utf-8", headers=headers)
+class Events(StreamingResponse):
+    """Streams `events`, and closes `answer` when they end, fail, or the client goes away, be it before the first."""
+
+    def __init__(self, answer: Answer, events: AsyncIterator[bytes]) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, media_type="text/event-stream; charset=utf-8", headers=headers)
+        self._answer = answer
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._answer.close(self._answer.error)
