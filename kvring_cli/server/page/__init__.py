@@ -1,4 +1,4 @@
-"""The page at `/`: four static files out of the package, with a policy that lets them load and ask this server only.
+"""The page at `/`: static files out of the package, with a policy that lets them load and ask this server only.
 
 The page works below any path that a proxy puts before it: its own addresses are relative.
 """
@@ -26,6 +26,7 @@ HEADERS = {
 }
 FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
+    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
     "/chat.js": ("chat.js", "text/javascript; charset=utf-8"),
     "/ring.js": ("ring.js", "text/javascript; charset=utf-8"),
     "/style.css": ("style.css", "text/css; charset=utf-8"),

@@ -1,27 +1,9 @@
-// The chat, and what ring.js shares with it. What a model says only ever becomes text, never markup.
-"use strict";
+// The chat. The whole conversation is sent each time; the server finds what it has computed before.
 
-const $ = (id) => document.getElementById(id);
-const whole = (number) => Math.round(number).toLocaleString("en");
-
-function headers() {
-  const key = $("key").value.trim();
-  return { "Content-Type": "application/json", ...(key && { Authorization: `Bearer ${key}` }) };
-}
-
-function add(parent, tag, text, name) {
-  const made = document.createElement(tag);
-  if (name) made.className = name;
-  if (text !== undefined) made.textContent = text;
-  parent.append(made);
-  return made;
-}
-
-// --- chat: the whole conversation is sent each time; the server finds what it has computed before ---
+import { $, add, failure, headers, served, whole } from "./page.js";
 
 const turns = []; // {role, content}, as they are sent
 let running = null; // AbortController of the answer that is being written
-let model = "default";
 
 // The payloads of server-sent events, and what stands in comments (": keep-alive done/total").
 async function* events(body) {
@@ -60,11 +42,6 @@ function busy(controller) {
   $("log").setAttribute("aria-busy", String(controller !== null));
 }
 
-async function failure(response) {
-  const body = await response.json().catch(() => null);
-  return new Error(body?.error?.message ?? `the server answered ${response.status}`);
-}
-
 // What the last chunks of a stream say of the answer, in one line.
 function summary({ usage, timings, kvring }, firstToken) {
   const cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
@@ -98,7 +75,13 @@ async function ask(question) {
       method: "POST",
       headers: headers(),
       signal: controller.signal,
-      body: JSON.stringify({ model, messages: turns, stream: true, stream_options: { include_usage: true } }),
+      body: JSON.stringify({
+        model: served.model,
+        messages: turns,
+        stream: true,
+        stream_options: { include_usage: true },
+        kvring: { explain: true },
+      }),
     });
     if (!response.ok) throw await failure(response);
     let ended = false;
@@ -128,6 +111,7 @@ async function ask(question) {
       if (end.usage) add(article, "p", summary(end, firstToken), "note");
       for (const warning of end.kvring?.warnings ?? []) add(article, "p", warning, "note wrong");
     });
+    if (end.kvring?.pages) document.dispatchEvent(new CustomEvent("answered", { detail: end.kvring }));
     $("status").textContent = "";
   } catch (error) {
     const stopped = controller.signal.aborted;
