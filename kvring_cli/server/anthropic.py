@@ -18,6 +18,7 @@ from kvring_cli.server.ask import Answer, Ask, Part, open_answer, start
 from kvring_cli.server.blocks import from_anthropic, thinking_of, tools_of
 from kvring_cli.server.errors import as_api_error, invalid
 from kvring_cli.server.fields import Body, described, read
+from kvring_cli.server.length import check_length
 from kvring_cli.server.service import Service
 from kvring_cli.server.stream import unless_gone
 
@@ -58,6 +59,7 @@ async def count_tokens(request: Request) -> dict[str, int]:
     body = await read(request, CountBody, service.settings.max_body)
     service.check_model(body.model)
     messages, template, _, _ = body.prompt(service)
+    await asyncio.to_thread(check_length, service.engine, [messages, template])
     return {"input_tokens": await asyncio.to_thread(service.engine.count_tokens, messages, **template)}
 
 

@@ -12,6 +12,7 @@ from engine.config import RecallParams, SamplingParams
 from engine.text.reasoning import CLOSING, OPEN, Reasoning, ThinkingBudget, thinking_limit
 from engine.text.tools import Call, CallReader
 from kvring_cli.server.errors import as_api_error, invalid
+from kvring_cli.server.length import check_length
 from kvring_cli.server.service import Service
 from kvring_cli.server.stream import Stream
 from kvring_cli.server.worker import Unavailable
@@ -192,6 +193,7 @@ async def open_answer(service: Service, ask: Ask) -> Answer:
 
 def _prepare(engine: Any, ask: Ask) -> Prepared:
     try:
+        check_length(engine, [ask.prompt, ask.template])
         return engine.prepare(ask.prompt, ask.sampling, ask.recall, **ask.template)
     except RecursionError:
         raise invalid("the messages or tools are nested too deeply") from None

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict
 
 from kvring_cli.server.errors import invalid
 from kvring_cli.server.fields import described, read
+from kvring_cli.server.length import check_length
 from kvring_cli.server.messages import from_openai
 from kvring_cli.server.service import Service
 
@@ -31,6 +32,7 @@ async def tokenize(request: Request) -> dict[str, Any]:
     body = await read(request, TokenizeBody, service.settings.max_body)
     model = service.engine.model
     text = body.prompt if body.content is None else body.content
+    await asyncio.to_thread(check_length, service.engine, [text, body.messages])
     if text is not None:
         tokens = await asyncio.to_thread(model.tokenizer.encode, text)
     elif body.messages and model.chat is not None:
