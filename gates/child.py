@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any
 
+FAREWELL_SECONDS = 5.0  # from a failed start to the end of the process
 STOP_SECONDS = 10.0  # from being asked to stop to being killed
 LEASHED = (sys.executable, "-m", "gates.leash")
 _open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open  # loopback never goes through a proxy
@@ -91,19 +93,19 @@ class Child:
 
     def wait_ready(self, seconds: float) -> str:
         """`ready`, or `failed`, `exited`, `late`: what kept it from that."""
-        deadline = time.monotonic() + seconds
+        deadline, state = time.monotonic() + seconds, None
         while time.monotonic() < deadline:
             if self.exit_code is not None:
                 self._reader.join(5.0)
                 return "exited"
-            try:
+            with contextlib.suppress(OSError):
                 state = self.request("/health", timeout=5.0)[1].get("status")
-            except OSError:
-                state = None
-            if state in ("ready", "failed"):
+            if state == "ready":
                 return state
+            if state == "failed":  # it says why as it ends; wait for that, but not long
+                deadline = min(deadline, time.monotonic() + FAREWELL_SECONDS)
             time.sleep(0.05)
-        return "late"
+        return "failed" if state == "failed" else "late"
 
     def stop(self) -> Stopped:
         """Ask it to stop, kill it if it won't; then the same for what it started."""

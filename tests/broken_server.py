@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 LINES = """device profile cpu: 0 routed keys (built in)
@@ -26,7 +27,7 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self):
-        status = "loading" if fault == "late" else "ready"
+        status = {"late": "loading", "can't load": "failed"}.get(fault, "ready")
         self.answer({"status": status, "data": [{"id": "stub"}]})
 
     def do_POST(self):
@@ -70,7 +71,11 @@ def main() -> None:
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     for line in LINES.splitlines()[: 3 if fault == "quiet" else None]:
         print(line, flush=True)
-    ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    if fault == "can't load":
+        threading.Timer(1.0, server.shutdown).start()
+    server.serve_forever()
+    sys.exit("error: the model is damaged")
 
 
 if __name__ == "__main__":

@@ -76,6 +76,11 @@ def test_a_refusal_is_a_verdict_of_its_own_and_says_why():
     assert "server | fix: --max-context 1" in report.reasons
 
 
+def test_a_refusal_after_the_port_was_bound_is_waited_for():
+    report = smoke("can't load")
+    assert (report.verdict, report.reasons[-1]) == ("REFUSED", "server | error: the model is damaged")
+
+
 def test_wrong_values_of_other_models_are_judged_only_when_asked_for():
     serve = broken("wrong")
     assert run("other", serve=serve, timeout=20.0).verdict == "PASS"
@@ -162,7 +167,9 @@ def test_the_phantom_served_for_real_passes():
 
 @pytest.mark.skipif(not SERVE_EXISTS, reason="there is no kvring serve yet")
 def test_a_real_server_that_refuses_its_settings_is_refused():
-    assert run("phantom", options=("--max-context", "1e99")).exit_code == 3
+    for refused_when in (("--max-context", "1e99"), ("--kv-capacity", "64")):  # reading it; loading the model
+        report = run("phantom", options=refused_when)
+        assert report.exit_code == 3 and any("fix: " in reason for reason in report.reasons)
 
 
 def _line(process):
