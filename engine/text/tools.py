@@ -35,10 +35,14 @@ class CallReader:
         self._names = frozenset(names)
         self._held = ""
         self._begun = False
+        self._after = False  # a call ended here: the line end behind it belongs to it
         self._whole = False  # the answer began as bare JSON: only its end tells
 
     def push(self, text: str) -> list[str | Call]:
         self._held += text
+        if self._after:
+            self._held = self._held.lstrip("\n")
+            self._after = not self._held
         out: list[str | Call] = []
         if not self._begun and self._held.strip():
             self._begun = True
@@ -58,6 +62,7 @@ class CallReader:
             call = _tagged(block[len(OPEN) : -len(CLOSE)], self._names)
             out.append(block if call is None else call)
             self._held = self._held[end:] if call is None else self._held[end:].lstrip("\n")
+            self._after = call is not None and not self._held
         return out
 
     def finish(self) -> list[str | Call]:

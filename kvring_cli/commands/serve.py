@@ -96,7 +96,7 @@ def serve(
         on_failure=on_failure,
     )
     source = "default" if default_max_tokens is None else "--default-max-tokens"
-    _serve(resolved, settings, listener, request_log, source, began)
+    _serve(resolved, settings, listener, request_log, source, strict, began)
 
 
 def _serve(
@@ -105,6 +105,7 @@ def _serve(
     listener: socket.socket,
     request_log: str | None,
     source: str,
+    strict: bool,
     began: float,
 ) -> None:
     import uvicorn
@@ -116,7 +117,10 @@ def _serve(
     def load(loaded: Any) -> Any:
         from engine.engine import Engine
 
-        return Engine.load(resolved.config, loaded)
+        engine = Engine.load(resolved.config, loaded)
+        if strict and engine.capacity.notes:
+            raise ConfigError(f"--strict: {engine.capacity.notes[0]}", "ask for what fits, or leave --strict out")
+        return engine
 
     service = Service(load, settings, RequestLog(request_log))
     config = uvicorn.Config(make_app(service), log_config=None, lifespan="off", timeout_graceful_shutdown=5)
@@ -132,6 +136,8 @@ def _serve(
         room = engine.capacity.context - 1
         clamped = f", clamped to what fits in the context: {room:,}" if room < settings.default_max_tokens else ""
         console.say(f"max_tokens where a request doesn't say | {settings.default_max_tokens:,} ({source}){clamped}")
+
+    def serving(service: Service) -> None:
         console.say(_listening(listener, service))
 
     def load_failed(error: BaseException) -> None:
@@ -143,7 +149,8 @@ def _serve(
         if settings.on_failure == "exit":
             load_failed(KVRingError("the engine stopped, and --on-failure is exit", "--on-failure restart serves on"))
 
-    service.on_ready, service.on_load_failure, service.on_worker_death = ready, load_failed, died
+    service.on_ready, service.on_serving = ready, serving
+    service.on_load_failure, service.on_worker_death = load_failed, died
     service.start()
     try:
         with contextlib.suppress(KeyboardInterrupt):

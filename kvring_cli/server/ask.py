@@ -122,6 +122,14 @@ class Answer:
         return taken
 
     @property
+    def length_source(self) -> str:
+        """Where the answer's greatest length comes from: the request, the server's default, or the context's end."""
+        wanted = self.ask.sampling.max_tokens
+        if self.prepared.max_tokens < (wanted or self.service.settings.default_max_tokens):
+            return "context"
+        return "default" if wanted is None else "request"
+
+    @property
     def finish(self) -> str:
         """stop, length or tool_calls."""
         assert self.result is not None
@@ -157,6 +165,9 @@ class Answer:
             else:
                 why = "the answer is empty: the model ended it with its first words, or a stop string did"
             found.append(why)
+        recall = self.result.recall
+        if recall.over_pool and recall.decode_mode == "recall" and not recall.pages_selected:
+            found.append("the request is larger than the pool and recall selected nothing: this is a fault")
         if self.budget is not None and self.budget.spent:
             found.append("thinking was ended at its budget, so that room for the answer was left")
         return found

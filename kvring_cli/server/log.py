@@ -70,7 +70,7 @@ class RequestLog:
             "prompt_tokens": len(answer.prepared.tokens),
             "completion_tokens": job.generated,
             "max_tokens": answer.prepared.max_tokens,
-            "max_tokens_source": "default" if answer.ask.sampling.max_tokens is None else "request",
+            "max_tokens_source": answer.length_source,
             "queue_seconds": answer.stream.queued,
         }
         if result is not None:

@@ -54,6 +54,7 @@ def kvring(answer: Answer) -> dict[str, Any]:
             "stall_ms": 1000 * recall.fetch_seconds,
         },
         "max_tokens": answer.prepared.max_tokens,
+        "max_tokens_source": answer.length_source,
         "warnings": answer.warnings(),
     }
     if result.pages:

@@ -49,6 +49,7 @@ class Service:
         self.created = int(time.time())
         self.restarts = 0
         self.on_ready: Callable[[Service], None] = lambda service: None
+        self.on_serving: Callable[[Service], None] = lambda service: None
         self.on_load_failure: Callable[[BaseException], None] = lambda error: None
         self.on_worker_death: Callable[[BaseException], None] = lambda error: None
         self.paint: Callable[[Worker], dict[str, Any]] = lambda worker: {}
@@ -95,6 +96,7 @@ class Service:
             return
         self.on_ready(self)
         self.phase = "ready"
+        self.on_serving(self)
 
     def _died(self) -> None:
         """On the dying worker's thread, after every client has been told."""

@@ -104,7 +104,7 @@ class Worker:
         """Overloaded if the queue is full, Unavailable if nobody works on it."""
         if not self.alive:
             raise Unavailable("the engine is not running", "see the server's log; GET /health tells when it is back")
-        if len(self.waiting) >= self.max_pending and len(self.active) >= self.max_active:
+        if len(self.waiting) >= self.max_pending + max(0, self.max_active - len(self.active)):
             raise Overloaded(
                 f"{len(self.active)} requests are active and {len(self.waiting)} wait, the most that --max-pending "
                 f"{self.max_pending} allows",

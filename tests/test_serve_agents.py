@@ -1,0 +1,81 @@
+"""The risk: what coding agents send (many tools, a long system prompt, dozens of tool turns) is slow or refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from engine.errors import HostFullError
+from kvring_cli.server import worker
+from tests.serving import scripted, served
+
+TOOLS = [
+    {
+        "name": f"tool_{n}",
+        "description": f"Does the thing number {n} with a path.",
+        "input_schema": {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]},
+    }
+    for n in range(40)
+]
+CALL = '<tool_call>{{"name": "tool_{0}", "arguments": {{"path": "a/{0}"}}}}</tool_call>'
+
+
+@pytest.mark.parametrize("pool", [16384, 70 * 64])
+def test_the_next_of_thirty_tool_turns_computes_its_own_tokens_only(phantom, words, pool):
+    system = [{"type": "text", "text": words(1500, 1), "cache_control": {"type": "ephemeral"}}]
+    messages = [{"role": "user", "content": "Mend the bug."}]
+
+    def result(id, text):
+        return {"role": "user", "content": [{"type": "tool_result", "tool_use_id": id, "content": text}]}
+
+    for n in range(30):
+        use = {"type": "tool_use", "id": f"toolu_{n}", "name": f"tool_{n}", "input": {"path": f"a/{n}"}}
+        messages += [{"role": "assistant", "content": [use]}, result(use["id"], words(40, n))]
+    body = {"model": "phantom", "max_tokens": 60, "system": system, "tools": TOOLS, "kvring": {"prefill": "window"}}
+    shares = []
+    with served(phantom, max_context=16384, kv_capacity=pool) as live, scripted(live, CALL.format(1), CALL.format(2)):
+        for _ in range(2):
+            answer = live.http.post("/v1/messages?beta=true", json={**body, "messages": messages}).json()
+            assert answer["stop_reason"] == "tool_use", answer
+            (call,) = answer["content"]
+            assert call["name"] in ("tool_1", "tool_2") and call["input"]
+            usage = answer["usage"]
+            shares.append(usage["cache_read_input_tokens"] / (usage["cache_read_input_tokens"] + usage["input_tokens"]))
+            messages += [{"role": "assistant", "content": answer["content"]}, result(call["id"], words(40, 99))]
+    assert answer["kvring"]["over_pool"] == (pool < 16384)
+    assert shares[0] == 0 and shares[1] >= 0.95
+
+
+def test_tools_stay_in_the_window_of_a_prompt_over_the_pool(phantom, words):
+    with served(phantom, max_context=16384, kv_capacity=160 * 64) as live:
+        tools = [{"type": "function", "function": {"name": f"t{n}", "description": "d"}} for n in range(40)]
+        body = {"messages": [{"role": "user", "content": words(11_000, 2)}], "max_tokens": 200, "stream": True}
+        body |= {"tools": tools, "ignore_eos": True, "kvring": {"prefill": "window"}}
+        with live.http.stream("POST", "/v1/chat/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(line for line in lines if '"content":' in line)
+            live.wait(lambda: live.http.get("/v1/ring").json()["sessions"][0]["state"] == "decode")
+            (session,) = live.http.get("/v1/ring").json()["sessions"]
+        tokens = len(json.dumps(tools)) // 4
+        assert session["over_pool"] and session["strip"].startswith("s" * (tokens // 64))
+
+
+def test_requests_that_outgrow_the_host_store_together_end_one_by_one(phantom, monkeypatch):
+    monkeypatch.setattr(worker, "UNASKED_ROOM", 64)
+    with served(phantom, max_context=448, kv_capacity=448) as live:
+        body = {"messages": [{"role": "user", "content": "Hello"}], "stream": True, "ignore_eos": True}
+        with (
+            live.http.stream("POST", "/v1/chat/completions", json=body) as first,
+            live.http.stream("POST", "/v1/chat/completions", json=body) as second,
+        ):
+            ends = [[line for line in stream.iter_lines() if line][-1] for stream in (first, second)]
+        assert ends.count("data: [DONE]") == 1
+        lost = next(json.loads(end[6:]) for end in ends if end != "data: [DONE]")["error"]
+        assert lost["code"] == "kv_exhausted" and "of 7" in lost["message"]
+
+
+def test_the_host_stores_refusal_is_told_apart_from_bad_input():
+    from kvring_cli.server.errors import as_api_error
+
+    assert as_api_error(HostFullError("full")).status == 429
