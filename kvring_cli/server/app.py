@@ -28,7 +28,6 @@ def make_app(service: Service) -> FastAPI:
     for module in (info, chat, completions, anthropic, tokenize):
         app.include_router(module.router)
     page.mount(app)
-    page.mount(app)
     app.add_exception_handler(Exception, _refuse)
     for known in (APIError, KVRingError):
         app.add_exception_handler(known, _refuse)
