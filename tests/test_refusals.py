@@ -78,6 +78,8 @@ def test_a_compact_window_stays_within_what_the_model_was_trained_on():
 def test_a_pool_larger_than_the_context_is_a_dense_engine():
     capacity = plan(replace(BASE, max_context=8192))
     assert not capacity.ring and capacity.pool_pages == 128 and capacity.digest_bytes == 0
+    window = capacity.window
+    assert window.sink + window.selection + window.recent + window.free == window.pool
 
 
 def test_the_pool_does_not_grow_with_the_context(make_engine):

@@ -148,7 +148,8 @@ def plan_capacity(
     if ring:
         window = share_window(pool, config.sink, config.retrieve_share, chunk, config.retrieve)
     else:
-        window = WindowBudget(pool, min(-(-config.sink // PAGE), pool), 0, pool, 0)
+        sink = min(-(-config.sink // PAGE), pool)
+        window = WindowBudget(pool, sink, 0, pool - sink, 0)
     capacity = Capacity(
         context=context,
         logical_pages=logical,
