@@ -17,7 +17,7 @@ from kvring_cli.server import report, sse
 from kvring_cli.server.ask import Answer, Ask, Part, open_answer, start
 from kvring_cli.server.blocks import from_anthropic, thinking_of, tools_of
 from kvring_cli.server.errors import as_api_error, invalid
-from kvring_cli.server.fields import Body, described, read
+from kvring_cli.server.fields import Body, described, listing, read
 from kvring_cli.server.length import check_length
 from kvring_cli.server.service import Service
 from kvring_cli.server.stream import unless_gone
@@ -26,7 +26,7 @@ router = APIRouter()
 
 
 class CountBody(Body):
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: list[dict[str, Any]] = Field(min_length=1, json_schema_extra=listing("user", "assistant"))
     system: str | list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None

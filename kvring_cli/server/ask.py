@@ -166,8 +166,10 @@ class Answer:
                 why = "the answer is empty: the model ended it with its first words, or a stop string did"
             found.append(why)
         recall = self.result.recall
-        if recall.over_pool and recall.decode_mode == "recall" and not recall.pages_selected:
-            found.append("the request is larger than the pool and recall selected nothing: this is a fault")
+        if recall.blind and recall.decode_mode == "recall":
+            found.append(
+                f"recall selected nothing and {recall.hidden_pages:,} pages stayed out of sight: this is a fault"
+            )
         if self.budget is not None and self.budget.spent:
             found.append("thinking was ended at its budget, so that room for the answer was left")
         return found

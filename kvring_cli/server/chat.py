@@ -16,10 +16,10 @@ from engine.text.tools import Call
 from kvring_cli.server import report, sse
 from kvring_cli.server.ask import Answer, Ask, open_answer, start
 from kvring_cli.server.errors import as_api_error
-from kvring_cli.server.fields import OpenAIBody, described, read
+from kvring_cli.server.fields import OpenAIBody, described, listing, read
 from kvring_cli.server.frame import Frame
 from kvring_cli.server.logprobs import chat_logprobs
-from kvring_cli.server.messages import from_openai, thinking_of, tools_of
+from kvring_cli.server.messages import ROLES, from_openai, thinking_of, tools_of
 from kvring_cli.server.service import Service
 from kvring_cli.server.stream import unless_gone
 
@@ -27,7 +27,7 @@ router = APIRouter()
 
 
 class ChatBody(OpenAIBody):
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: list[dict[str, Any]] = Field(min_length=1, json_schema_extra=listing(*ROLES))
     max_completion_tokens: int | None = Field(None, ge=1, le=1 << 30)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)

@@ -148,6 +148,13 @@ def _inline(schema: dict[str, Any]) -> dict[str, Any]:
     return walk(schema)
 
 
+def listing(*roles: str) -> dict[str, Any]:
+    """What messages look like, for the OpenAPI document; what they may be is checked where they are read."""
+    content = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
+    properties = {"role": {"enum": list(roles)}, "content": content}
+    return {"items": {"type": "object", "properties": properties, "required": ["role", "content"]}}
+
+
 async def read(request: Request, shape: type[Shape], limit: int) -> Shape:
     """The checked body; APIError naming the field that is wrong."""
     raw = parse(await read_bytes(request, limit))
