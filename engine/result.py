@@ -53,6 +53,11 @@ class RecallReport:
     fetch_seconds: float
     lexical_matches: int
 
+    @property
+    def blind(self) -> bool:
+        """Pages were out of sight to the end and none was ever selected: recall is off, or at fault."""
+        return self.over_pool and self.hidden_pages > 0 and not self.pages_selected
+
 
 @dataclass(frozen=True)
 class Timings:

@@ -28,9 +28,7 @@ class EngineStats:
         self.cached_tokens += result.usage.cached
         self.generated_tokens += result.usage.generated
         self.over_pool += result.recall.over_pool
-        self.over_pool_without_selection += (
-            result.recall.over_pool and result.recall.decode_mode != "exact" and not result.recall.pages_selected
-        )
+        self.over_pool_without_selection += result.recall.blind
 
     def snapshot(self, engine: Engine, runner: Runner, checkpoint_pages: int) -> dict[str, Any]:
         pool, host, transfer = runner.pool, runner.host, runner.transfer.stats
