@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from engine.errors import HostFullError
 from kvring_cli.server import worker
 from tests.serving import scripted, served
@@ -21,8 +19,7 @@ TOOLS = [
 CALL = '<tool_call>{{"name": "tool_{0}", "arguments": {{"path": "a/{0}"}}}}</tool_call>'
 
 
-@pytest.mark.parametrize("pool", [16384, 70 * 64])
-def test_the_next_of_thirty_tool_turns_computes_its_own_tokens_only(phantom, words, pool):
+def test_the_next_of_thirty_tool_turns_computes_its_own_tokens_only(phantom, words):
     system = [{"type": "text", "text": words(1500, 1), "cache_control": {"type": "ephemeral"}}]
     messages = [{"role": "user", "content": "Mend the bug."}]
 
@@ -34,7 +31,10 @@ def test_the_next_of_thirty_tool_turns_computes_its_own_tokens_only(phantom, wor
         messages += [{"role": "assistant", "content": [use]}, result(use["id"], words(40, n))]
     body = {"model": "phantom", "max_tokens": 60, "system": system, "tools": TOOLS, "kvring": {"prefill": "window"}}
     shares = []
-    with served(phantom, max_context=16384, kv_capacity=pool) as live, scripted(live, CALL.format(1), CALL.format(2)):
+    with (
+        served(phantom, max_context=16384, kv_capacity=70 * 64) as live,
+        scripted(live, CALL.format(1), CALL.format(2)),
+    ):
         for _ in range(2):
             answer = live.http.post("/v1/messages?beta=true", json={**body, "messages": messages}).json()
             assert answer["stop_reason"] == "tool_use", answer
@@ -43,14 +43,14 @@ def test_the_next_of_thirty_tool_turns_computes_its_own_tokens_only(phantom, wor
             usage = answer["usage"]
             shares.append(usage["cache_read_input_tokens"] / (usage["cache_read_input_tokens"] + usage["input_tokens"]))
             messages += [{"role": "assistant", "content": answer["content"]}, result(call["id"], words(40, 99))]
-    assert answer["kvring"]["over_pool"] == (pool < 16384)
+    assert answer["kvring"]["over_pool"]
     assert shares[0] == 0 and shares[1] >= 0.95
 
 
 def test_tools_stay_in_the_window_of_a_prompt_over_the_pool(phantom, words):
-    with served(phantom, max_context=16384, kv_capacity=160 * 64) as live:
+    with served(phantom, max_context=16384, kv_capacity=100 * 64) as live:
         tools = [{"type": "function", "function": {"name": f"t{n}", "description": "d"}} for n in range(40)]
-        body = {"messages": [{"role": "user", "content": words(11_000, 2)}], "max_tokens": 200, "stream": True}
+        body = {"messages": [{"role": "user", "content": words(6000, 2)}], "max_tokens": 200, "stream": True}
         body |= {"tools": tools, "ignore_eos": True, "kvring": {"prefill": "window"}}
         with live.http.stream("POST", "/v1/chat/completions", json=body) as response:
             lines = response.iter_lines()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from random import Random
 
 import pytest
 
@@ -19,7 +20,7 @@ CHAT = "/v1/chat/completions"
 
 @pytest.fixture(scope="module")
 def live(phantom):
-    with served(phantom, ServeSettings(max_body=12 << 20)) as live:
+    with served(phantom, ServeSettings(max_body=12 << 20, default_max_tokens=2)) as live:
         yield live
 
 
@@ -101,6 +102,55 @@ def test_a_wrong_field_is_refused_by_its_name(live, fields):
     assert response.status_code == 400, response.text
     assert response.json()["error"]["code"] in ("invalid_value", "unsupported_field")
     assert live.idle()
+
+
+ODD = [None, {}, [], "", "x", 0, -1, 1.5, True, [{}], [[]], [None], {"a": {}}, {"type": {}}, [{"type": []}], 1 << 80]
+MESSAGE = {"role": "user", "content": "Hello"}
+CALLED = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+BLOCKS = [
+    {"type": "text", "text": "x"},
+    {"type": "tool_use", "id": "1", "name": "f", "input": {}},
+    {"type": "tool_result", "tool_use_id": "1", "content": "x"},
+]
+
+
+def variants():
+    """Each route with one odd value in one place at a time."""
+    from kvring_cli.server.anthropic import MessagesBody
+    from kvring_cli.server.chat import ChatBody
+    from kvring_cli.server.completions import TextBody
+    from kvring_cli.server.fields import UNSUPPORTED
+
+    base = {"max_tokens": 1, "messages": [MESSAGE]}
+    for route, shape in ((CHAT, ChatBody), ("/v1/completions", TextBody), ("/v1/messages", MessagesBody)):
+        whole = {**base, "prompt": "x"}
+        for name in [*shape.model_fields, *(UNSUPPORTED if route == CHAT else ())]:
+            for odd in ODD:
+                yield route, {**whole, name: odd}
+    for odd in ODD:
+        for message in (MESSAGE, CALLED):
+            for key in [*message, "name", "tool_call_id"]:
+                yield CHAT, {**base, "messages": [MESSAGE, {**message, key: odd}]}
+        for key in ("name", "parameters", "description"):
+            yield CHAT, {**base, "tools": [{"type": "function", "function": {"name": "f", key: odd}}]}
+        for block in BLOCKS:
+            for key in block:
+                for role in ("user", "assistant"):
+                    yield "/v1/messages", {**base, "messages": [{"role": role, "content": [{**block, key: odd}]}]}
+        for key in ("type", "budget_tokens"):
+            yield "/v1/messages", {**base, "thinking": {"type": "enabled", key: odd}}
+        for key in ("name", "type", "input_schema"):
+            yield "/v1/messages", {**base, "tools": [{"name": "f", key: odd}]}
+
+
+def test_no_odd_value_anywhere_is_a_server_error(live):
+    seen = set()
+    for route, fields in Random(0).sample(list(variants()), 120):  # all of them take 90 s, and passed
+        response = live.http.post(route, json=fields)
+        seen.add(response.status_code)
+        assert response.status_code < 500, (route, fields, response.text)
+    assert {200, 400} <= seen
+    live.audit()
 
 
 def test_ten_megabytes_of_one_character_are_refused_and_others_served_meanwhile(live):

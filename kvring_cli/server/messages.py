@@ -24,7 +24,7 @@ def from_openai(
     out = []
     for index, message in enumerate(messages):
         role = message.get("role")
-        if role not in ROLES:
+        if not isinstance(role, str) or role not in ROLES:
             raise invalid(f"messages.{index}.role must be one of {', '.join(ROLES)}", f"messages.{index}.role")
         content = message.get("content")
         if content is not None and not isinstance(content, str | list):
