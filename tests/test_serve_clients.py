@@ -110,6 +110,18 @@ def test_a_tool_call_comes_back_as_one_and_its_result_goes_in(live, client, stre
     assert after.usage.prompt_tokens > 20
 
 
+def test_parallel_calls_are_left_out_where_they_are_not_wanted_and_it_is_said(live, client):
+    with scripted(live, CALL + CALL, CALL + CALL):
+        both, one = (
+            client.chat.completions.create(
+                model="phantom", messages=ask(), tools=TOOLS, max_tokens=150, parallel_tool_calls=parallel
+            )
+            for parallel in (True, False)
+        )
+    assert len(both.choices[0].message.tool_calls) == 2 and len(one.choices[0].message.tool_calls) == 1
+    assert any("left out" in warning for warning in one.model_extra["kvring"]["warnings"])
+
+
 @pytest.mark.parametrize(
     "text", ['<tool_call>{"name": "look_up", "arg</tool_call>', '<tool_call>{"name": "other"}</tool_call>', '{"a": 1}']
 )

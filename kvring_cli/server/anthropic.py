@@ -71,7 +71,8 @@ async def messages(request: Request) -> Response:
     service.check_model(body.model)
     prompt, template, names, budget = body.prompt(service)
     sampling = body.sampling(stop=body.stops())
-    ask = Ask("anthropic", prompt, sampling, body.recall(), template, names, budget, arrived)
+    one_call = (body.tool_choice or {}).get("disable_parallel_tool_use") is True
+    ask = Ask("anthropic", prompt, sampling, body.recall(), template, names, one_call, budget, arrived)
     if body.stream:
         answer = await unless_gone(request, open_answer(service, ask))
         return sse.Events(answer, _events(answer, service.model_id)) if answer else sse.GONE

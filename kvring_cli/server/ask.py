@@ -32,6 +32,7 @@ class Ask:
     recall: RecallParams = field(default_factory=RecallParams)
     template: dict[str, Any] = field(default_factory=dict)
     tool_names: Collection[str] = ()
+    one_call: bool = False  # further tool calls of the same answer are left out
     thinking: int | None = None  # tokens; None = what the answer's length allows
     arrived: float = field(default_factory=time.perf_counter)
 
@@ -68,6 +69,7 @@ class Answer:
         self.said: set[str] = set()  # kinds of parts that came
         self.error: BaseException | None = None  # what ended its stream
         self._closed = False
+        self._left_out = 0
 
     async def __aenter__(self) -> Answer:
         await self.stream.__aenter__()
@@ -105,6 +107,9 @@ class Answer:
                 self.result = event
                 parts = self._rest()
             for part in parts:
+                if part.kind == "call" and self.ask.one_call and "call" in self.said:
+                    self._left_out += 1
+                    continue
                 self.said.add(part.kind)
                 yield part
             now = time.perf_counter()
@@ -165,6 +170,8 @@ class Answer:
             else:
                 why = "the answer is empty: the model ended it with its first words, or a stop string did"
             found.append(why)
+        if self._left_out:
+            found.append(f"{self._left_out} further tool calls were left out: parallel_tool_calls is false")
         recall = self.result.recall
         if recall.blind and recall.decode_mode == "recall":
             found.append(

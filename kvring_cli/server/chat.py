@@ -57,6 +57,7 @@ async def chat_completions(request: Request) -> Response:
         body.recall(),
         {**template, **({"tools": tools} if tools else {})},
         names,
+        body.parallel_tool_calls is False,
         thinking,
         arrived,
     )
