@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from engine.errors import HostFullError
-from kvring_cli.server import worker
+from kvring_cli.server import job
 from tests.serving import scripted, served
 
 TOOLS = [
@@ -62,7 +62,7 @@ def test_tools_stay_in_the_window_of_a_prompt_over_the_pool(phantom, words):
 
 
 def test_requests_that_outgrow_the_host_store_together_end_one_by_one(phantom, monkeypatch):
-    monkeypatch.setattr(worker, "UNASKED_ROOM", 64)
+    monkeypatch.setattr(job, "UNASKED_ROOM", 64)
     with served(phantom, max_context=448, kv_capacity=448) as live:
         body = {"messages": [{"role": "user", "content": "Hello"}], "stream": True, "ignore_eos": True}
         with (

@@ -12,10 +12,10 @@ from engine.config import RecallParams, SamplingParams
 from engine.text.reasoning import CLOSING, OPEN, Reasoning, ThinkingBudget, thinking_limit
 from engine.text.tools import Call, CallReader
 from kvring_cli.server.errors import as_api_error, invalid
+from kvring_cli.server.job import Unavailable
 from kvring_cli.server.length import check_length
 from kvring_cli.server.service import Service
 from kvring_cli.server.stream import Stream
-from kvring_cli.server.worker import Unavailable
 
 if TYPE_CHECKING:
     from engine.prepare import Prepared

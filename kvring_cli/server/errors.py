@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from engine.errors import ContextLengthError, HostFullError, KVRingError, OutOfMemoryError, RequestError
-from kvring_cli.server.worker import Overloaded, Unavailable
+from kvring_cli.server.job import Overloaded, Unavailable
 
 _OPENAI_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 _ANTHROPIC_TYPES = {

@@ -34,7 +34,8 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from engine.config import PAGE
-from kvring_cli.server.worker import Job, Worker
+from kvring_cli.server.job import Job
+from kvring_cli.server.worker import Worker
 
 if TYPE_CHECKING:
     from kvring_cli.server.service import Service

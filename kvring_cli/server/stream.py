@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvring_cli.server.errors import APIError
-from kvring_cli.server.worker import Admitted, Job, Worker
+from kvring_cli.server.job import Admitted, Job
+from kvring_cli.server.worker import Worker
 
 if TYPE_CHECKING:
     from engine.prepare import Prepared

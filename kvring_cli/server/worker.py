@@ -1,7 +1,7 @@
 """The one thread that drives the engine: takes requests from a bounded queue, steps, hands their events out.
 
-What always holds: every engine call is made here; a job gets an end exactly once (Result or an exception), unless it
-was cancelled; a job that was cancelled holds nothing after the step that was running then.
+What always holds: every engine call but `prepare` is made here; a job gets an end exactly once (Result or exception),
+unless it was cancelled; a job that was cancelled holds nothing after the step that was running then.
 """
 
 from __future__ import annotations
@@ -9,61 +9,22 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from engine.config import PAGE
-from engine.errors import EngineError, KVRingError
+from engine.errors import KVRingError
+from kvring_cli.server.job import Admitted, Job, Overloaded, Unavailable
 
 if TYPE_CHECKING:
     from engine.engine import Engine
     from engine.kv.budget import WindowBudget
-    from engine.prepare import Prepared
 
 LEAST_SHARE = 8
 """Pages of the pool below which a request can't work: sink, a selection, the recent pages and a chunk."""
-UNASKED_ROOM = 1024
-"""Tokens of an answer whose length nobody asked for that admission keeps host pages for."""
 PICTURE_SECONDS = 0.25
 """How old the picture of the ring may get while the engine works."""
-
-
-class Overloaded(KVRingError):
-    """The queue is full."""
-
-
-class Unavailable(EngineError):
-    """The thread that drives the engine is gone, or being stopped."""
-
-
-class Admitted:
-    """The first event of a job: it left the queue."""
-
-
-@dataclass(eq=False)
-class Job:
-    """One request. `deliver` is called on the worker's thread with what happened since the last call."""
-
-    prepared: Prepared
-    deliver: Callable[[list[Any]], None]
-    guide: Callable[[int, str], Sequence[int]] | None = None  # token -> tokens that must come next
-    asked_length: bool = False
-    number: int = 0
-    arrived: float = field(default_factory=time.perf_counter)
-    admitted: float | None = None
-    first_token: float | None = None
-    generated: int = 0
-    cancelled: bool = False
-    session: Any = None
-
-    @property
-    def need(self) -> int:
-        """Host pages that admission keeps free for it."""
-        longest = self.prepared.max_tokens if self.asked_length else min(self.prepared.max_tokens, UNASKED_ROOM)
-        return -(-(len(self.prepared.tokens) + longest) // PAGE)
 
 
 def most_active(window: WindowBudget, ring: bool, asked: int) -> int:
