@@ -8,6 +8,8 @@ from engine.errors import RequestError
 
 def check_sampling(params: SamplingParams) -> None:
     """RequestError for a value out of its range."""
+    if isinstance(params.stop, str):
+        raise RequestError("stop is one string", f"give a tuple: stop=({params.stop!r},)")
     for name, value, low, high in (
         ("temperature", params.temperature, 0, 100),
         ("top_p", params.top_p, 0, 1),

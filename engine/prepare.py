@@ -80,6 +80,8 @@ def prepare(
     tokens, query, system = tokenize(model, prompt, tail, **template)
     if recall.query_tail is not None:  # asked for by name: the tail counts, not the span
         query = (max(0, query[1] - tail), query[1])
+    if not tokens:
+        raise RequestError("the prompt came to no tokens at all", "check the model's chat template, or ask something")
     room = capacity.context - len(tokens)
     if room < 1:
         raise ContextLengthError(

@@ -65,7 +65,7 @@ class Sampler:
 
     def _probabilities(self, logits: Tensor) -> Tensor:
         params = self.params
-        logits = logits / params.temperature
+        logits = (logits - logits.max()) / params.temperature  # at most 0: no temperature overflows
         if params.top_k:
             logits = logits.masked_fill(logits < logits.topk(min(params.top_k, len(logits))).values[-1], -torch.inf)
         probabilities = torch.softmax(logits, -1)

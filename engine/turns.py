@@ -109,8 +109,8 @@ class Turns:
         if session.finish is not None:
             result = session.result()
             self.stats.count(result)
+            session.outbox.append(result)  # before the session is done: who waits in another thread looks at that first
             self.retire(session)
-            session.outbox.append(result)
 
     @property
     def _sharing(self) -> bool:

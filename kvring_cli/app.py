@@ -67,6 +67,11 @@ def call(arguments: list[str]) -> int:
         return 2 if isinstance(error, console.BadUsage) else 1
     except _UsageError as error:
         return _bad_usage(error)
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # a full disk behind stdout or --output
+        console.report(KVRingError(f"writing failed: {error.strerror or error}", "check where the output goes"))
+        return 1
     except KeyboardInterrupt:
         result = INTERRUPTED
     if result == INTERRUPTED:

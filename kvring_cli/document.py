@@ -37,14 +37,15 @@ def read_file(path: str, encoding: str | None = None) -> Document:
     if path == "-":
         return Document("standard input", decode(sys.stdin.buffer.read(), "standard input", encoding))
     file = Path(path)
-    if file.is_dir():
-        raise KVRingError(f"{path} is a folder", f"--dir {path} reads the files in it")
     try:
+        if not path or file.is_dir():
+            raise KVRingError(f"'{path}' is a folder", f"--dir {path or '.'} reads the files in it")
         data = file.read_bytes()
     except FileNotFoundError:
         raise KVRingError(f"there is no file {path}", "check the path") from None
-    except OSError as error:
-        raise KVRingError(f"{path} can't be read: {error.strerror}", "check its permissions") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise KVRingError(f"{path[:200]} can't be read: {reason}", "check the path and its permissions") from None
     return Document(path, decode(data, path, encoding))
 
 
@@ -66,6 +67,8 @@ def decode(data: bytes, name: str, encoding: str | None = None) -> str:
         ) from None
     except UnicodeError as error:  # some codecs raise without a place
         raise KVRingError(f"{name} is not valid {chosen}: {error}", _LIKELY) from None
+    if "\0" in text:
+        raise KVRingError(f"{name} holds NUL bytes: it is binary, or text in another encoding", _guess(data))
     if not text.strip():
         raise KVRingError(f"{name} is empty", "give a file with text in it")
     return text.replace("\r\n", "\n").replace("\r", "\n")
@@ -91,4 +94,8 @@ def join(documents: Iterable[Document], headers: bool) -> str:
     documents = list(documents)
     if not headers:
         return "\n\n".join(document.text.rstrip("\n") for document in documents)
-    return "\n\n".join(f"==== {document.name} ====\n" + document.text.rstrip("\n") for document in documents)
+    # A name may hold bytes that are no characters; the model gets U+FFFD for them.
+    names = [document.name.encode("utf-8", "surrogateescape").decode("utf-8", "replace") for document in documents]
+    return "\n\n".join(
+        f"==== {name} ====\n" + document.text.rstrip("\n") for name, document in zip(names, documents, strict=True)
+    )

@@ -5,6 +5,7 @@ Nothing here touches the network but `pull`.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import hashlib
 import importlib.resources
@@ -67,15 +68,16 @@ def resolve(name: str) -> Path:
         if not path.exists():
             raise ModelError(f"model '{name}' is not on this machine", f"kvring pull {name}")
         return path
-    path = Path(name).expanduser()
-    if path.exists():
-        return path
+    with contextlib.suppress(OSError, ValueError):  # a prompt, say: too long for a path
+        path = Path(name).expanduser()
+        if name and path.exists():
+            return path
     names = [PHANTOM, *CATALOGUE]
     near = difflib.get_close_matches(name.lower(), names, n=2, cutoff=0.4)
     known = f"did you mean {' or '.join(near)}?" if near else f"names: {', '.join(names)}"
     get = f" `kvring pull {near[0]}` fetches it." if near and near[0] in CATALOGUE else ""
     raise ModelError(
-        f"there is no model '{name}', neither a path nor a known name",
+        f"there is no model '{name[:200]}', neither a path nor a known name",
         f"{known}{get} Or give a Hugging Face folder or a .gguf file",
     )
 

@@ -170,3 +170,25 @@ def test_the_document_stands_before_the_question_with_a_blank_line_between():
     assert Prompt().user("why?") == "why?"
     assert Prompt(system="be brief").messages("why?")[0] == {"role": "system", "content": "be brief"}
     assert join([one], headers=False) == "alpha"
+
+
+def test_utf_16_without_a_bom_is_refused_with_its_name(tmp_path):
+    (tmp_path / "a.txt").write_bytes("plain words".encode("utf-16-le"))
+    with pytest.raises(KVRingError) as caught:
+        read_file(str(tmp_path / "a.txt"))
+    assert "NUL" in caught.value.message and "utf-16-le" in caught.value.fix
+
+
+def test_a_name_too_long_for_a_path_is_an_error_with_a_fix():
+    with pytest.raises(KVRingError):
+        read_file("x" * 5000)
+
+
+def test_answers_never_overwrite_the_questions(tmp_path):
+    from kvring_cli.commands.batch import keep_inputs
+
+    questions = tmp_path / "q.jsonl"
+    questions.write_text("{}")
+    keep_inputs(str(tmp_path / "other"), [str(questions)])
+    with pytest.raises(KVRingError, match="is an input"):
+        keep_inputs(str(questions), [str(questions)])

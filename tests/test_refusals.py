@@ -175,3 +175,19 @@ def test_amounts_are_read_as_people_write_them():
             parse_bytes(text)
         with pytest.raises(ConfigError):
             parse_tokens(text)
+
+
+def test_a_stop_that_is_one_string_is_refused_rather_than_read_letter_by_letter(make_engine):
+    with pytest.raises(RequestError, match="one string"):
+        make_engine().prepare("The", SamplingParams(stop="END"))
+
+
+def test_code_points_that_are_no_characters_are_refused(make_engine):
+    with pytest.raises(RequestError, match="no character"):
+        make_engine().prepare("a\ud800b")
+
+
+def test_the_smallest_temperature_still_draws(make_engine):
+    engine = make_engine()
+    result = engine.complete(engine.prepare("The", SamplingParams(max_tokens=2, temperature=1e-40, ignore_eos=True)))
+    assert result.usage.generated == 2

@@ -215,3 +215,21 @@ def test_loading_leaves_the_file_free_and_unchanged(folder: Path) -> None:
     loaded = load_model(folder)
     loaded.transformer.weights.norm.add_(1)
     assert (folder / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"architectures": 5},
+        {"rope_parameters": 5},
+        {"rms_norm_eps": "small"},
+        {"num_key_value_heads": "2"},
+        {"eos_token_id": {"a": 1}},
+        {"num_hidden_layers": 10**9},
+        {"layer_types": 3},
+    ],
+)
+def test_settings_of_the_wrong_kind_are_a_model_error(folder: Path, change: dict) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **change}))
+    assert refusal(folder).fix

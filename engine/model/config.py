@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from engine.errors import ModelError
 from engine.ops.rope import RopeConfig
 
+_MOST_LAYERS = 4096
 FAMILIES = ("llama", "qwen2", "qwen3")
 
 
@@ -37,6 +38,8 @@ class ModelConfig:
         for field in ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "trained_context"):
             if getattr(self, field) < 1:
                 raise ModelError(f"the model's {field} is {getattr(self, field)}", "it must be at least 1")
+        if self.layers > _MOST_LAYERS:
+            raise ModelError(f"the model claims {self.layers:,} layers", "the file is damaged: download it again")
         if self.heads % self.kv_heads:
             raise ModelError(
                 f"{self.heads} query heads can't share {self.kv_heads} KV heads",

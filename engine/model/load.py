@@ -72,6 +72,21 @@ def load_model(path: str | Path, device: torch.device | str = "cpu", dtype: torc
 def open_model(path: str | Path) -> OpenedModel:
     """Raises ModelError as `load_model` does, save for tensors that the config and the file do not agree on."""
     path = Path(path)
+    try:
+        return _open(path)
+    except OSError as error:
+        raise ModelError(f"{str(path)[:200]} can't be read: {error.strerror or error}", "check the path") from None
+    except _NONSENSE as error:
+        raise ModelError(
+            f"the settings in {path} make no sense: {type(error).__name__}: {error}", "download the model again"
+        ) from error
+
+
+_NONSENSE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError)
+"""What a value of the wrong type or size ends in, wherever it is read: config, metadata, tokenizer or template."""
+
+
+def _open(path: Path) -> OpenedModel:
     if not path.exists():
         raise ModelError(f"there is no model at {path}", "give a Hugging Face folder or a .gguf file")
     if path.is_dir():

@@ -69,7 +69,7 @@ class ChatTemplate:
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise RequestError(
                 f"the model's chat template refused these messages: {error}",
                 "templates often want roles to alternate, begin with user, and content to be text",

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 
 import tokenizers
 
+from engine.errors import RequestError
+
 _UNFINISHED = "\ufffd"  # what decoding puts for bytes that aren't (yet) a character
 _LONGEST_HOLD = 8  # tokens: a character has at most 4 bytes and a byte-level token at least one
 
@@ -63,6 +65,12 @@ class Tokenizer:
         return self._backend.id_to_token(id) or ""
 
     def _encode(self, text: str, *, specials: bool) -> tokenizers.Encoding:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"the text holds a code point that is no character, the first at {error.start}", "remove it"
+            ) from None
         with self._turn:
             self._backend.encode_special_tokens = not specials
             return self._backend.encode(text, add_special_tokens=False)

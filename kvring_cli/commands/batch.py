@@ -14,7 +14,7 @@ from engine.config import RecallParams, SamplingParams
 from engine.errors import KVRingError
 from kvring_cli import console
 from kvring_cli.document import decode
-from kvring_cli.prompt import Prompt
+from kvring_cli.prompt import Prompt, check
 
 if TYPE_CHECKING:
     from engine.engine import Engine
@@ -41,12 +41,24 @@ def read_questions(path: str) -> list[Question]:
             continue
         try:
             entry = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise _bad(path, number, f"is not JSON: {error}") from None
         if not isinstance(entry, dict) or not isinstance(entry.get("question"), str) or not entry["question"].strip():
             raise _bad(path, number, "has no question")
+        try:
+            check(entry["question"])
+            json.dumps(entry.get("id"), allow_nan=False)
+        except (KVRingError, ValueError) as error:
+            raise _bad(path, number, f"can't be asked: {error}") from None
         questions.append(Question(entry.get("id", number), entry["question"]))
     return questions
+
+
+def keep_inputs(output: str | None, inputs: list[str]) -> None:
+    """Before any work: answers must not overwrite what is asked or read."""
+    for path in inputs:
+        if output not in (None, "-") and Path(output).exists() and Path(path).exists() and Path(output).samefile(path):
+            raise KVRingError(f"--output {output} is an input of this run", "another path for --output")
 
 
 def _bad(path: str, number: int, what: str) -> KVRingError:

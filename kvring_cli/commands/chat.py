@@ -105,18 +105,28 @@ class Conversation:
         check(question)
         turn = [*self.messages, {"role": "user", "content": "\n\n".join([*self.waiting, question])}]
         system = [{"role": "system", "content": self.system}] if self.system is not None else []
-        prepared = engine.prepare([*system, *turn], self.sampling, RecallParams())
+        waiting, self.waiting = (
+            self.waiting,
+            [],
+        )  # a refused file must not block the next question
+        try:
+            prepared = engine.prepare([*system, *turn], self.sampling, RecallParams())
+        except KVRingError as error:
+            if waiting:
+                raise RequestError(error.message, f"{error.fix}; the files of this turn were dropped") from None
+            raise
         try:
             result = answer.answer(engine, prepared)
         except answer.Stopped as stopped:
             console.say("stopped")
             if not stopped.text.strip():
+                self.waiting = waiting
                 return
             text = stopped.text
         else:
             answer.report(result)
             text = result.text
-        self.messages, self.waiting = [*turn, {"role": "assistant", "content": text}], []
+        self.messages = [*turn, {"role": "assistant", "content": text}]
 
 
 def _read() -> str | None:

@@ -69,11 +69,12 @@ def run(
     sampling: SamplingParams,
 ) -> None:
     """Ask a model about documents of any length. The answer goes to stdout, everything else to stderr."""
-    from kvring_cli.commands.batch import answer_all, read_questions
+    from kvring_cli.commands.batch import answer_all, keep_inputs, read_questions
     from kvring_cli.start import settle, start
 
     _check(question, files, folders, globs, encoding, system, raw, batch, output, explain, as_json)
     questions = read_questions(batch) if batch else []
+    keep_inputs(output, [*([batch] if batch else []), *(files or [])])
     if question is not None:
         check(question := _question(question))
     headers = bool(folders) or len(files or ()) > 1
