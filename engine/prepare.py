@@ -86,7 +86,7 @@ def prepare(
     if room < 1:
         raise ContextLengthError(
             f"the prompt has {len(tokens):,} tokens; the context of {capacity.context:,} leaves no room for an answer",
-            f"shorten the prompt, or --max-context {len(tokens) + 512} or more",
+            _longer(len(tokens) + 512, model, config),
         )
     wanted = sampling.max_tokens
     if wanted is not None and wanted > room:
@@ -119,6 +119,15 @@ def prepare(
     mass = scorer == "mass" and decode == "recall" and settings.control is None
     plan = Plan(prefill, decode, compact, mass)
     return Prepared(tokens, query, limit, sampling, settings, plan, budget, recall.explain, tuple(notes))
+
+
+def _longer(context: int, model: LoadedModel, config: EngineConfig) -> str:
+    """What would let a prompt in that needs `context` tokens."""
+    if context > model.config.trained_context and config.positions == "absolute":
+        return (
+            f"shorten the prompt, or --max-context {context} --positions compact (beyond what the model was trained on)"
+        )
+    return f"shorten the prompt, or --max-context {context} or more"
 
 
 def _budget(capacity: Capacity, system: int, notes: list[str]) -> WindowBudget:

@@ -16,14 +16,12 @@ import transformers
 from tokenizers import decoders, pre_tokenizers, trainers
 from torch import Tensor
 
-from engine.errors import ModelError
 from engine.model.load import load_model
 from engine.model.transformer import Transformer
 from engine.text.chat import ChatTemplate
 from engine.text.tokenizer import Tokenizer
 from kvring_cli.models import CATALOGUE, cache_folder, resolve
 
-SHARED_PHANTOM = Path("/work/shared/phantom")
 VOCAB = 320  # rows of the embedding: more than the tokenizer has tokens, as in real models
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TEMPLATE = (
@@ -73,13 +71,8 @@ _CORPUS = [
 
 
 def phantom_folder() -> Path:
-    """The phantom that comes with the package, or the shared first one; skips where there is neither."""
-    try:
-        return resolve("phantom")
-    except ModelError:
-        if SHARED_PHANTOM.exists():
-            return SHARED_PHANTOM
-        pytest.skip("no phantom on this machine")
+    """The phantom that comes with the package."""
+    return resolve("phantom")
 
 
 def smollm2_file() -> Path:

@@ -66,6 +66,14 @@ def test_the_context_that_a_refusal_offers_is_accepted():
     assert plan(replace(BASE, max_context=138_304), ram=20 * GIB).context == 138_304
 
 
+def test_the_pool_that_a_refusal_offers_is_accepted():
+    config = replace(BASE, max_context=16_384, kv_capacity=16_384)
+    with pytest.raises(ConfigError) as caught:
+        plan(config, device=7 * GIB, digest=36 * 8 * 68)
+    offered = int(caught.value.fix.split()[1])
+    assert plan(replace(config, kv_capacity=offered), device=7 * GIB, digest=36 * 8 * 68).pool_pages == offered // 64
+
+
 def test_without_a_wish_the_context_shrinks_to_what_the_host_holds_and_says_so():
     capacity = plan(replace(BASE, max_context=None), ram=20 * GIB)
     assert capacity.context == 138_304 and "host memory holds no more" in capacity.notes[0]

@@ -137,11 +137,15 @@ def plan_capacity(
         )
     host_bytes = host * shape.page_bytes
     if host_bytes > ram_room:
-        fits = ram_room // shape.page_bytes * PAGE
+        # Where the device is the host, digests and pool lie in the same memory.
+        shared = memory.device is None
+        page = shape.page_bytes + (PAGE * digest_token_bytes if shared else 0)
+        fits = max(0, ram_room - (pool * shape.page_bytes if shared else 0)) // page * PAGE
+        free = "RAM is free" if ram == memory.ram else "RAM is allowed"
         raise ConfigError(
-            f"the host store for {context:,} tokens needs {format_bytes(host_bytes)}; {format_bytes(ram)} of RAM is "
-            f"free and {format_bytes(RAM_HEADROOM)} of it is left to the system",
-            f"--max-context {fits} is the largest that fits",
+            f"the host store for {context:,} tokens needs {format_bytes(host_bytes)}; {format_bytes(ram)} of {free} "
+            f"and {format_bytes(RAM_HEADROOM)} of it is left to the system",
+            f"--max-context {fits} is the largest that fits" if fits else "free memory, or raise --ram-limit",
         )
     # A pool that holds the whole context shares it out too, should a smaller request budget be asked for.
     chunk = min(config.prefill_chunk, context)
@@ -164,7 +168,7 @@ def plan_capacity(
         staging_bytes=2 * staging_pages * shape.layer_page_bytes,
         notes=tuple(notes),
     )
-    _check_device(config, shape, memory, capacity)
+    _check_device(config, shape, memory, capacity, host * PAGE * digest_token_bytes)
     return capacity
 
 
@@ -206,7 +210,7 @@ def _pool_pages(config: EngineConfig, logical: int, trained: int) -> int:
     return min(pages, trained // PAGE) if config.positions == "compact" else pages
 
 
-def _check_device(config: EngineConfig, shape: KVShape, memory: Memory, capacity: Capacity) -> None:
+def _check_device(config: EngineConfig, shape: KVShape, memory: Memory, capacity: Capacity, ring_digests: int) -> None:
     limit = memory.device if memory.device is not None else None
     if config.device_limit_bytes is not None:
         limit = min(limit, config.device_limit_bytes) if limit is not None else config.device_limit_bytes
@@ -224,7 +228,7 @@ def _check_device(config: EngineConfig, shape: KVShape, memory: Memory, capacity
             f"weights {format_bytes(capacity.weight_bytes)} + pool {format_bytes(capacity.pool_bytes)} + digests "
             f"{format_bytes(capacity.digest_bytes)} + staging {format_bytes(capacity.staging_bytes)} = "
             f"{format_bytes(capacity.device_bytes)} exceed the device's {format_bytes(limit)}",
-            _smaller_device(shape, capacity, limit),
+            _smaller_device(shape, capacity, limit, ring_digests),
         )
 
 
@@ -234,11 +238,10 @@ def _smaller_context(shape: KVShape, capacity: Capacity, room: int) -> str:
     return f"--max-context {max(0, pages) * PAGE} is the largest that fits" if pages > 0 else "a smaller --kv-capacity"
 
 
-def _smaller_device(shape: KVShape, capacity: Capacity, limit: int) -> str:
-    fixed = capacity.weight_bytes + capacity.staging_bytes
-    pool = (limit - fixed - capacity.digest_bytes) // shape.page_bytes
-    least = capacity.window.sink + 1 + WORKING
-    if pool > least:
+def _smaller_device(shape: KVShape, capacity: Capacity, limit: int, digests: int) -> str:
+    """`digests`: what they take once the pool is smaller than the context, which this advice makes it."""
+    fixed = capacity.weight_bytes + capacity.staging_bytes + digests
+    pool = (limit - fixed) // shape.page_bytes
+    if pool > capacity.window.sink + 1 + WORKING:
         return f"--kv-capacity {pool * PAGE} is the largest pool that fits"
-    alone = format_bytes(fixed + capacity.digest_bytes)
-    return f"weights and digests alone take {alone}: use a smaller model or --max-context"
+    return f"weights and digests alone take {format_bytes(fixed)}: use a smaller model or --max-context"
