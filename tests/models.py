@@ -16,8 +16,8 @@ import transformers
 from tokenizers import decoders, pre_tokenizers, trainers
 from torch import Tensor
 
-from engine.model.load import load_model
 from engine.errors import ModelError
+from engine.model.load import load_model
 from engine.model.transformer import Transformer
 from engine.text.chat import ChatTemplate
 from engine.text.tokenizer import Tokenizer
