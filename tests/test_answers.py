@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -168,18 +167,19 @@ def test_ctrl_c_cancels_an_answer_between_two_steps_and_the_engine_serves_on(mak
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals are sent otherwise there")
-def test_a_stopped_turn_leaves_the_conversation_usable(make_engine, words, capsys):
+def test_a_stopped_turn_leaves_the_conversation_usable(make_engine, words, capsys, monkeypatch):
     engine = make_engine()
     conversation = Conversation(SamplingParams(max_tokens=6))
-    timer = threading.Timer(0.2, interrupt)
-    timer.start()
-    while timer.is_alive():  # some turn or other is stopped, most likely in its prefill
-        conversation.ask(engine, words(2500, 1))
-        if "stopped" in capsys.readouterr().err:
-            break
-        conversation.take(engine, "/reset")
-    assert not conversation.messages or conversation.messages[-1]["role"] == "assistant"
-    conversation.take(engine, "/reset")
+    real, steps = type(engine).step, iter(range(10_000))
+
+    def step(self):
+        if next(steps) == 2:
+            interrupt()
+        return real(self)
+
+    monkeypatch.setattr(type(engine), "step", step)
+    conversation.ask(engine, words(2500, 1))
+    assert "stopped" in capsys.readouterr().err and not conversation.messages
     conversation.ask(engine, f"{FACT} {QUESTION}")
     assert [message["role"] for message in conversation.messages] == ["user", "assistant"]
 

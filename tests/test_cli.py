@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -56,15 +55,6 @@ def test_help_is_quick_and_loads_no_torch():
     for line in ("--help", "run','--help", "gate','--help", "--version"):
         done = subprocess.run([sys.executable, "-c", code.format(line)], cwd=ROOT, capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (0, "") and done.stdout
-
-
-def test_help_answers_within_half_a_second():
-    def seconds() -> float:
-        began = time.perf_counter()
-        subprocess.run([*KVRING, "--help"], cwd=ROOT, capture_output=True, check=True)
-        return time.perf_counter() - began
-
-    assert min(seconds() for _ in range(5)) < 0.5
 
 
 @pytest.mark.parametrize("command", [("run", "{}", "why?"), ("chat", "{}"), ("gate", "fits", "-m", "{}")])

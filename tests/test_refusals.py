@@ -79,6 +79,13 @@ def test_without_a_wish_the_context_shrinks_to_what_the_host_holds_and_says_so()
     assert capacity.context == 138_304 and "host memory holds no more" in capacity.notes[0]
 
 
+@pytest.mark.parametrize("ram", [3, 6, 8, 16])
+def test_the_automatic_context_is_never_refused_where_the_device_is_the_host(ram):
+    config = replace(BASE, max_context=None, kv_capacity=4032)
+    capacity = plan(config, ram=ram * GIB, device=None, weights=0, digest=36 * 8 * 132)
+    assert 0 < capacity.context < 262_144 and capacity.notes
+
+
 def test_a_compact_window_stays_within_what_the_model_was_trained_on():
     assert plan(replace(BASE, positions="compact"), trained=8192).pool_pages == 128
 

@@ -118,7 +118,12 @@ def plan_capacity(
     ram = min(memory.ram, config.ram_limit_bytes) if config.ram_limit_bytes else memory.ram
     ram_room = max(0, ram - RAM_HEADROOM)
     host_room = min(ram_room, config.host_kv_bytes) if config.host_kv_bytes else ram_room
-    context = _context(config, shape, trained_context, host_room, notes)
+    page, fixed = shape.page_bytes, 0
+    if memory.device is None:  # digests, pool and staging lie in the same memory
+        pool = _pool_pages(config, page_count(config.max_context or trained_context), trained_context)
+        page += PAGE * digest_token_bytes
+        fixed = pool * shape.page_bytes + 2 * staging_pages * shape.layer_page_bytes
+    context = _context(config, max(PAGE, (host_room - fixed) // page * PAGE), trained_context, notes)
     logical = page_count(context)
     pool = _pool_pages(config, logical, trained_context)
     ring = pool < logical
@@ -172,8 +177,7 @@ def plan_capacity(
     return capacity
 
 
-def _context(config: EngineConfig, shape: KVShape, trained: int, host_room: int, notes: list[str]) -> int:
-    largest = max(PAGE, host_room // shape.page_bytes * PAGE)
+def _context(config: EngineConfig, largest: int, trained: int, notes: list[str]) -> int:
     if config.max_context is None:
         if trained > largest:
             notes.append(f"context {largest:,} tokens: host memory holds no more of the model's {trained:,}")
