@@ -10,6 +10,7 @@ from engine.config import RecallParams, SamplingParams
 from engine.engine import Engine
 from engine.errors import EngineError
 from engine.model.load import load_model
+from engine.result import AuditError
 from gates.context import Context
 from gates.haystack import build
 from gates.verdict import Check, Report
@@ -63,8 +64,13 @@ def _case(context: Context, dtype: torch.dtype, memory: str, report: Report) -> 
     recalled, streamed = ask("recall"), ask("exact")
     moved = recalled.layer_pages_fetched, streamed.layer_pages_streamed
     report.checks.append(Check(f"{name}: pages moved", min(moved) > 0, f"{moved[0]} recalled, {moved[1]} streamed"))
-    engine.audit(deep=True)
-    report.checks.append(Check(f"{name}: bytes", True, "every fetch matched its checksum, pool and host compare equal"))
+    try:
+        engine.audit(deep=True)
+        fault = ""
+    except AuditError as error:
+        fault = error.message
+    same = "every fetch matched its checksum, pool and host compare equal"
+    report.checks.append(Check(f"{name}: bytes", not fault, fault or same))
     damaged = engine.damage_checkpoint()
     try:
         ask("exact")

@@ -123,9 +123,6 @@ class Digests:
         index = torch.from_numpy(pages.astype(np.int64)).to(self.device)
         return tuple(store[layer].index_select(0, index) for store in self._store[kind])
 
-    def made(self, kind: str, pages: np.ndarray) -> bool:
-        return kind in self._made and bool(self._made[kind][pages].all())
-
     @property
     def bytes(self) -> int:
         return sum(store.numel() * store.element_size() for stores in self._store.values() for store in stores)
