@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 
-import psutil
 import torch
 
 from engine.errors import ConfigError
 from engine.kv.budget import Memory
+from engine.platform import Platform, gather, this_platform
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEVICE_SHARE = 0.90
@@ -46,19 +46,22 @@ def _cpu_multiplies_bfloat16() -> bool:
     return "AVX512" in capabilities and any(check() for check in checks if check is not None)
 
 
-def set_threads(threads: int | None) -> None:
+def set_threads(threads: int | None, platform: Platform | None = None) -> None:
     if threads is not None:
         if threads < 1:
             raise ConfigError(f"{threads} threads compute nothing", "--threads 1 or more")
         torch.set_num_threads(threads)
     elif "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+        torch.set_num_threads((platform or this_platform()).processors())
 
 
-def free_memory(device: torch.device) -> Memory:
-    """Bytes that are free now."""
-    ram = psutil.virtual_memory().available
+def free_memory(device: torch.device, platform: Platform) -> Memory:
+    """Bytes that are free now; on a card with a desktop, what that needs is left out."""
+    ram = platform.memory().usable
     if device.type != "cuda":
         return Memory(ram)
     free, _ = torch.cuda.mem_get_info(device)
-    return Memory(ram, int(free * DEVICE_SHARE))
+    name = torch.cuda.get_device_name(device)
+    cards = gather(platform, import_torch=False).gpus
+    desktop = max((card.desktop_bytes for card in cards if card.name == name), default=0)
+    return Memory(ram, max(0, min(int(free * DEVICE_SHARE), free - desktop)))

@@ -21,6 +21,7 @@ from engine.kv.page import KVShape
 from engine.kv.pool import DevicePool
 from engine.model.load import LoadedModel, load_model
 from engine.ops.attention import SEGMENT
+from engine.platform import Platform, this_platform
 from engine.prefix import PrefixIndex
 from engine.prepare import Prepared
 from engine.recall.digest import KIND_OF, Digests, digest_token_bytes
@@ -36,9 +37,10 @@ Event = Progress | Token | Result
 class Engine:
     """One model over one ring. `admit`, `step` and `cancel` serve many requests; `generate` is all three for one."""
 
-    def __init__(self, config: EngineConfig, model: LoadedModel) -> None:
+    def __init__(self, config: EngineConfig, model: LoadedModel, platform: Platform | None = None) -> None:
         """Use `Engine.load`; this form shares a loaded model between engines of different settings."""
         self.config, self.model = config, model
+        platform = platform or this_platform()
         transformer, device = model.transformer, model.transformer.device
         shape = KVShape(model.config.layers, model.config.kv_heads, model.config.head_dim, transformer.dtype)
         kind = KIND_OF.get(config.scorer)
@@ -46,7 +48,7 @@ class Engine:
             config,
             shape,
             model.config.trained_context,
-            free_memory(device),
+            free_memory(device, platform),
             weight_bytes=transformer.weight_bytes,
             digest_token_bytes=digest_token_bytes(kind, shape, device.type) if kind else 0,
             staging_pages=SEGMENT,
@@ -55,6 +57,7 @@ class Engine:
         self._host = HostStore(
             shape,
             pages,
+            platform,
             pin=device.type == "cuda" and config.host_memory != "pageable",
             verify=config.verify_pages,
         )
@@ -70,11 +73,13 @@ class Engine:
         self._closed = False
 
     @classmethod
-    def load(cls, config: EngineConfig, model: LoadedModel | None = None) -> Engine:
+    def load(cls, config: EngineConfig, model: LoadedModel | None = None, platform: Platform | None = None) -> Engine:
         """Read the model and reserve the tiers; KVRingError with the numbers and the knob if it can't be served."""
         device = resolve_device(config.device)
-        set_threads(config.threads)
-        return cls(config, model or load_model(config.model, device, resolve_dtype(config.dtype, device, config.model)))
+        platform = platform or this_platform()
+        set_threads(config.threads, platform)
+        model = model or load_model(config.model, device, resolve_dtype(config.dtype, device, config.model))
+        return cls(config, model, platform)
 
     def count_tokens(self, prompt: str | Seq[Mapping[str, Any]], **template: Any) -> int:
         """Tokens of a raw text or of messages in the model's template."""

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any
 
+from engine.platform import this_platform
+
 FAREWELL_SECONDS = 5.0  # from a failed start to the end of the process
 STOP_SECONDS = 10.0  # from being asked to stop to being killed
 LEASHED = (sys.executable, "-m", "gates.leash")
@@ -117,7 +119,7 @@ class Child:
             started = []
         began, killed = time.monotonic(), False
         if self.exit_code is None:
-            self._process.terminate()
+            this_platform().ask_to_stop(self._process)
         try:
             self._process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
@@ -132,7 +134,8 @@ class Child:
                 process.kill()
             except psutil.NoSuchProcess:
                 continue
-        self._process.stdin.close()
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
         self._reader.join(5.0)
         return Stopped(seconds, killed, left, listening(self.port))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 ORDER = [
     ("engine.errors", "engine.units"),
-    ("engine.config", "engine.switches", "engine.limits"),
+    ("engine.config", "engine.switches", "engine.limits", "engine.platform"),
     ("engine.weights", "engine.text"),
     ("engine.ops",),
     ("engine.model", "engine.kv", "engine.recall"),

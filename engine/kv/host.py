@@ -16,7 +16,8 @@ import torch
 
 from engine.errors import EngineError, HostFullError
 from engine.kv.page import KVShape
-from engine.units import GIB, format_bytes
+from engine.platform import Platform, this_platform
+from engine.units import GIB
 
 _PIN_PIECE = GIB  # pinned piece by piece, so that a budget which ends half-way leaves the rest pageable
 
@@ -24,16 +25,18 @@ _PIN_PIECE = GIB  # pinned piece by piece, so that a budget which ends half-way 
 class HostStore:
     """`data`: [page, layer, k|v, kv_head, 64, head_dim] in ordinary or pinned memory."""
 
-    def __init__(self, shape: KVShape, pages: int, *, pin: bool = False, verify: bool = False) -> None:
+    def __init__(
+        self,
+        shape: KVShape,
+        pages: int,
+        platform: Platform | None = None,
+        *,
+        pin: bool = False,
+        verify: bool = False,
+    ) -> None:
         self.shape, self.pages = shape, pages
         count = pages * shape.page_bytes // shape.dtype.itemsize
-        try:
-            self._memory = mmap.mmap(-1, count * shape.dtype.itemsize)
-        except (OSError, ValueError, OverflowError) as error:
-            need = format_bytes(pages * shape.page_bytes)
-            raise EngineError(
-                f"the host store of {need} could not be reserved: {error}", "lower --max-context"
-            ) from error
+        self._memory = (platform or this_platform()).commit(count * shape.dtype.itemsize)
         self.data = torch.frombuffer(self._memory, dtype=shape.dtype, count=count).view(
             pages, shape.layers, *shape.layer_page
         )

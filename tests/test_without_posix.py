@@ -1,0 +1,102 @@
+"""The risk: a call that Windows doesn't have. Our code runs here with everything POSIX-only taken away."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MODULES = ("fcntl", "resource", "pwd", "grp", "termios", "tty", "pty", "syslog", "posix", "crypt", "nis", "spwd")
+OS = (
+    "fork forkpty getuid geteuid getgid getegid setuid setsid setpgid getpgid killpg uname statvfs fstatvfs nice chown "
+    "lchown fchown fchmod mkfifo mknod openpty sched_getaffinity sched_setaffinity sched_yield getloadavg sysconf wait "
+    "wait3 wait4 pread pwrite posix_fadvise posix_fallocate sendfile sync setpriority getpriority register_at_fork "
+    "O_NOFOLLOW O_DIRECTORY O_CLOEXEC WNOHANG"
+).split()
+SIGNAL = (
+    "SIGKILL SIGHUP SIGUSR1 SIGUSR2 SIGALRM SIGPIPE SIGCHLD SIGQUIT alarm setitimer pause sigwait pthread_kill".split()
+)
+PLATFORM_ONLY = "engine/platform/"
+
+PRELUDE = f"""
+import asyncio, concurrent.futures, importlib.metadata, multiprocessing, socket, subprocess, tempfile
+import fastapi, gguf, jinja2, numpy, platformdirs, psutil, prometheus_client, rich.console, rich.progress, safetensors
+import tokenizers, torch, typer, uvicorn, yaml
+import os, signal, sys, platform
+for name in {OS!r}:
+    os.__dict__.pop(name, None)
+for name in {SIGNAL!r}:
+    signal.__dict__.pop(name, None)
+for name in {MODULES!r}:
+    sys.modules[name] = None
+os.symlink = None
+from kvring_cli.app import call
+"""
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    """`code` in a process that has lost all of the above, once the libraries are imported (those know Windows)."""
+    return subprocess.run(
+        [sys.executable, "-c", PRELUDE + textwrap.dedent(code)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def test_every_module_of_ours_is_imported_and_every_help_is_shown():
+    done = run(
+        """
+        import importlib, pkgutil, engine, gates, kvring_cli
+        for package in (engine, gates, kvring_cli):
+            for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+                if not found.name.startswith("gates.phantom.") and found.name != "gates.leash":
+                    importlib.import_module(found.name)
+        sys.exit(call(["--help"]))
+        """
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Usage" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ["--version"],
+        ["inspect", "phantom"],
+        ["run", "phantom", "Hello", "-n", "2", "--max-context", "512"],
+    ],
+    ids=lambda line: line[0],
+)
+def test_a_command_runs(line):
+    done = run(f"sys.exit(call({line!r}))")
+    assert done.returncode == 0 and done.stdout.strip(), done.stderr
+
+
+def _names(tree: ast.AST):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names if alias.name in MODULES)
+        elif isinstance(node, ast.ImportFrom) and node.module in MODULES:
+            yield node.lineno, node.module
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if (node.value.id == "os" and node.attr in OS) or (node.value.id == "signal" and node.attr in SIGNAL):
+                yield node.lineno, f"{node.value.id}.{node.attr}"
+
+
+def test_no_posix_only_name_stands_outside_the_platform():
+    found = [
+        f"{path.relative_to(ROOT)}:{line} {name}"
+        for package in ("engine", "gates", "kvring_cli")
+        for path in (ROOT / package).rglob("*.py")
+        if PLATFORM_ONLY not in path.as_posix()
+        for line, name in _names(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    assert not found
