@@ -8,7 +8,7 @@ import torch
 
 from engine.errors import ConfigError
 from engine.kv.budget import Memory
-from engine.platform import Platform, gather, this_platform
+from engine.platform import Gpu, Platform, gather, this_platform
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEVICE_SHARE = 0.90
@@ -61,7 +61,17 @@ def free_memory(device: torch.device, platform: Platform) -> Memory:
     if device.type != "cuda":
         return Memory(ram)
     free, _ = torch.cuda.mem_get_info(device)
+    card = card_of(device, platform)
+    return Memory(ram, max(0, min(int(free * DEVICE_SHARE), free - (card.desktop_bytes if card else 0))))
+
+
+def card_of(device: torch.device, platform: Platform) -> Gpu | None:
+    """What the driver says of the card that torch computes on; torch may number the cards otherwise."""
     name = torch.cuda.get_device_name(device)
-    cards = gather(platform, import_torch=False).gpus
-    desktop = max((card.desktop_bytes for card in cards if card.name == name), default=0)
-    return Memory(ram, max(0, min(int(free * DEVICE_SHARE), free - desktop)))
+    return next((card for card in gather(platform, import_torch=False).gpus if card.name == name), None)
+
+
+def pin_budget(device: torch.device, platform: Platform) -> int | None:
+    """Bytes of host memory that may be pinned for this card; None: nobody knows before it is tried."""
+    card, memory = card_of(device, platform), platform.memory()
+    return card.pin_budget(memory) if card else None

@@ -13,11 +13,12 @@ from torch import Tensor
 from engine import prepare as _prepare
 from engine.audit import audit
 from engine.config import PAGE, EngineConfig, RecallParams, SamplingParams
-from engine.device import free_memory, resolve_device, resolve_dtype, set_threads
-from engine.errors import EngineError, RequestError
+from engine.device import free_memory, pin_budget, resolve_device, resolve_dtype, set_threads
+from engine.errors import ConfigError, EngineError, RequestError
 from engine.kv.budget import plan_capacity
 from engine.kv.host import HostStore
 from engine.kv.page import KVShape
+from engine.kv.pinning import CudaRegistrar
 from engine.kv.pool import DevicePool
 from engine.model.load import LoadedModel, load_model
 from engine.ops.attention import SEGMENT
@@ -30,6 +31,7 @@ from engine.runner import Runner
 from engine.session import Session
 from engine.stats import EngineStats
 from engine.turns import Turns, named
+from engine.units import format_bytes
 
 Event = Progress | Token | Result
 
@@ -54,13 +56,17 @@ class Engine:
             staging_pages=SEGMENT,
         )
         pages = self.capacity.host_pages
+        pinnable = device.type == "cuda" and config.host_memory != "pageable"
         self._host = HostStore(
             shape,
             pages,
             platform,
-            pin=device.type == "cuda" and config.host_memory != "pageable",
+            registrar=CudaRegistrar(device) if pinnable else None,
+            pin_budget=pin_budget(device, platform) if pinnable and config.host_memory == "auto" else None,
             verify=config.verify_pages,
         )
+        if config.host_memory == "pinned":
+            self._insist_on_pinned()
         pool = DevicePool(shape, self.capacity.pool_pages, pages, device)
         digests = Digests(shape, pages, device, transformer.rope)
         self._runner = Runner(
@@ -80,6 +86,22 @@ class Engine:
         set_threads(config.threads, platform)
         model = model or load_model(config.model, device, resolve_dtype(config.dtype, device, config.model))
         return cls(config, model, platform)
+
+    def _insist_on_pinned(self) -> None:
+        """`--host-memory pinned` is a wish, not a preference: ConfigError if it can't be had whole."""
+        pinning = self._host.pinning
+        if pinning is None:
+            raise ConfigError(
+                "host memory is pinned for a card, and this engine computes on the CPU", "--host-memory auto"
+            )
+        pinning.wait()
+        if pinning.bytes < self._host.bytes:
+            got = format_bytes(pinning.bytes)
+            self._host.close()
+            raise ConfigError(
+                f"{format_bytes(self._host.bytes)} of host memory should be pinned, the driver gave {got}",
+                "--host-memory auto pins what it gets and leaves the rest pageable; or lower --max-context",
+            )
 
     def count_tokens(self, prompt: str | Seq[Mapping[str, Any]], **template: Any) -> int:
         """Tokens of a raw text or of messages in the model's template."""

@@ -42,6 +42,7 @@ class EngineStats:
             "host_pages_used": host.pages - host.free_pages,
             "host_bytes": host.bytes,
             "host_pinned_bytes": host.pinned_bytes,
+            "host_pieces_refused": host.pinning.refused + host.pinning.over_budget if host.pinning else 0,
             "digest_bytes": runner.digests.bytes,
             "weight_bytes": engine.model.transformer.weight_bytes,
             "checkpoint_pages": checkpoint_pages,

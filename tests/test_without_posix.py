@@ -12,14 +12,69 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 MODULES = ("fcntl", "resource", "pwd", "grp", "termios", "tty", "pty", "syslog", "posix", "crypt", "nis", "spwd")
-OS = (
-    "fork forkpty getuid geteuid getgid getegid setuid setsid setpgid getpgid killpg uname statvfs fstatvfs nice chown "
-    "lchown fchown fchmod mkfifo mknod openpty sched_getaffinity sched_setaffinity sched_yield getloadavg sysconf wait "
-    "wait3 wait4 pread pwrite posix_fadvise posix_fallocate sendfile sync setpriority getpriority register_at_fork "
-    "O_NOFOLLOW O_DIRECTORY O_CLOEXEC WNOHANG"
-).split()
-SIGNAL = (
-    "SIGKILL SIGHUP SIGUSR1 SIGUSR2 SIGALRM SIGPIPE SIGCHLD SIGQUIT alarm setitimer pause sigwait pthread_kill".split()
+OS = frozenset(
+    [
+        "fork",
+        "forkpty",
+        "getuid",
+        "geteuid",
+        "getgid",
+        "getegid",
+        "setuid",
+        "setsid",
+        "setpgid",
+        "getpgid",
+        "killpg",
+        "uname",
+        "statvfs",
+        "fstatvfs",
+        "nice",
+        "chown",
+        "lchown",
+        "fchown",
+        "fchmod",
+        "mkfifo",
+        "mknod",
+        "openpty",
+        "sched_getaffinity",
+        "sched_setaffinity",
+        "sched_yield",
+        "getloadavg",
+        "sysconf",
+        "wait",
+        "wait3",
+        "wait4",
+        "pread",
+        "pwrite",
+        "posix_fadvise",
+        "posix_fallocate",
+        "sendfile",
+        "sync",
+        "setpriority",
+        "getpriority",
+        "register_at_fork",
+        "O_NOFOLLOW",
+        "O_DIRECTORY",
+        "O_CLOEXEC",
+        "WNOHANG",
+    ]
+)
+SIGNAL = frozenset(
+    [
+        "SIGKILL",
+        "SIGHUP",
+        "SIGUSR1",
+        "SIGUSR2",
+        "SIGALRM",
+        "SIGPIPE",
+        "SIGCHLD",
+        "SIGQUIT",
+        "alarm",
+        "setitimer",
+        "pause",
+        "sigwait",
+        "pthread_kill",
+    ]
 )
 PLATFORM_ONLY = "engine/platform/"
 
@@ -87,8 +142,9 @@ def _names(tree: ast.AST):
         elif isinstance(node, ast.ImportFrom) and node.module in MODULES:
             yield node.lineno, node.module
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            if (node.value.id == "os" and node.attr in OS) or (node.value.id == "signal" and node.attr in SIGNAL):
-                yield node.lineno, f"{node.value.id}.{node.attr}"
+            owner = node.value.id
+            if node.attr in {"os": OS, "signal": SIGNAL}.get(owner, ()):
+                yield node.lineno, f"{owner}.{node.attr}"
 
 
 def test_no_posix_only_name_stands_outside_the_platform():

@@ -6,7 +6,6 @@ a page that two sequences share, or that a checkpoint keeps, is stored once and 
 
 from __future__ import annotations
 
-import mmap
 import weakref
 import zlib
 from collections.abc import Callable
@@ -16,14 +15,15 @@ import torch
 
 from engine.errors import EngineError, HostFullError
 from engine.kv.page import KVShape
+from engine.kv.pinning import Pinning, Registrar
 from engine.platform import Platform, this_platform
-from engine.units import GIB
-
-_PIN_PIECE = GIB  # pinned piece by piece, so that a budget which ends half-way leaves the rest pageable
 
 
 class HostStore:
-    """`data`: [page, layer, k|v, kv_head, 64, head_dim] in ordinary or pinned memory."""
+    """`data`: [page, layer, k|v, kv_head, 64, head_dim], committed at once.
+
+    Pinned by and by where there is a registrar. `pin_budget`: bytes that may be pinned; None: as many as the driver allows.
+    """
 
     def __init__(
         self,
@@ -31,7 +31,8 @@ class HostStore:
         pages: int,
         platform: Platform | None = None,
         *,
-        pin: bool = False,
+        registrar: Registrar | None = None,
+        pin_budget: int | None = None,
         verify: bool = False,
     ) -> None:
         self.shape, self.pages = shape, pages
@@ -44,27 +45,15 @@ class HostStore:
         self.replica = np.zeros(pages, dtype=bool)  # True once the whole page has been copied here
         self._free = list(range(pages - 1, -1, -1))
         self._checksum = np.zeros((pages, shape.layers), dtype=np.uint32) if verify else None
-        self._unpin: Callable[[], object] = lambda: None
-        self.pinned_bytes = self._pin() if pin else 0
+        self.pinning: Pinning | None = None
+        if registrar is not None:
+            self.pinning = Pinning(registrar, self._memory, self.data.data_ptr(), pages, shape.page_bytes, pin_budget)
+            weakref.finalize(self, self.pinning.close)  # never waits for `close` alone
 
-    def _pin(self) -> int:
-        """Register the store with the driver; bytes that could be pinned. The rest stays pageable.
-
-        Piece by piece, so that a budget which ends half-way pins the first part; no page lies in two pieces, since a
-        copy may not cross the border of a registration.
-        """
-        piece = max(1, _PIN_PIECE // self.shape.page_bytes) * self.shape.page_bytes
-        pinned: list[int] = []
-        # Memory that is freed while registered corrupts later copies from the same addresses, so this never waits for
-        # `close` alone.
-        self._unpin = weakref.finalize(self, _unregister, pinned, self._memory)
-        for start in range(0, self.bytes, piece):
-            address = self.data.data_ptr() + start
-            if int(torch.cuda.cudart().cudaHostRegister(address, min(piece, self.bytes - start), 0)) != 0:
-                _clear_error()
-                return start
-            pinned.append(address)
-        return self.bytes
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes in pinned memory so far; `pinning` says of which pages."""
+        return self.pinning.bytes if self.pinning else 0
 
     @property
     def free_pages(self) -> int:
@@ -129,23 +118,8 @@ class HostStore:
         return self._checksum is not None
 
     def close(self) -> None:
-        self._unpin()
-        self.pinned_bytes = 0
-
-
-def _unregister(addresses: list[int], memory: mmap.mmap) -> None:
-    """`memory` is an argument so that it outlives its registrations."""
-    for address in addresses:
-        torch.cuda.cudart().cudaHostUnregister(address)
-    addresses.clear()
-
-
-def _clear_error() -> None:
-    """A failed registration stays the runtime's last error and would fail the next call, whoever makes it."""
-    try:
-        torch.zeros(1, device="cuda")
-    except RuntimeError:
-        torch.zeros(1, device="cuda")
+        if self.pinning is not None:
+            self.pinning.close()
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
