@@ -164,6 +164,12 @@ class Engine:
         *_, result = self.generate(prepared)
         return result
 
+    def warm_up(self) -> None:
+        """Compute one real token, uncounted, so that the first request doesn't pay for what is made on first use."""
+        with self._turn:
+            self.complete(self.prepare("Hello", SamplingParams(max_tokens=1)))
+            vars(self._stats).update(vars(EngineStats()))
+
     def logits(self, tokens: Seq[int], recall: RecallParams | None = None) -> Tensor:
         """float32 [len(tokens), vocab]: the logits of every position under the engine's settings (and `recall`'s)."""
         if not len(tokens):

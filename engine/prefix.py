@@ -99,6 +99,18 @@ class PrefixIndex:
             node.parent.children -= 1
 
 
+def shared_tokens(first: list[int], second: list[int]) -> int:
+    """Tokens that both begin with, in whole pages."""
+    low, high = 0, min(len(first), len(second)) // PAGE
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first[low * PAGE : middle * PAGE] == second[low * PAGE : middle * PAGE]:
+            low = middle
+        else:
+            high = middle - 1
+    return low * PAGE
+
+
 def _keys(tokens: list[int], pages: int) -> list[bytes]:
     data = np.asarray(tokens[: pages * PAGE], dtype=np.int32).tobytes()
     return [data[i * 4 * PAGE : (i + 1) * 4 * PAGE] for i in range(pages)]

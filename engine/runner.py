@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from copy import copy
 
 import numpy as np
 import torch
@@ -102,10 +103,16 @@ class Runner:
 
     def _attend_each(self, frames: list[Frame], layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if len(frames) == 1:
-            return self._attend(frames[0], layer, q, k, v)
+            return self._counted(frames[0], layer, q, k, v)
         sizes = [len(frame.step.tokens) for frame in frames]
         parts = zip(frames, q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
-        return torch.cat([self._attend(frame, layer, *qkv) for frame, *qkv in parts])
+        return torch.cat([self._counted(frame, layer, *qkv) for frame, *qkv in parts])
+
+    def _counted(self, frame: Frame, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        before = copy(self.transfer.stats)
+        hidden = self._attend(frame, layer, q, k, v)
+        frame.step.trace.moved.add(self.transfer.stats, before)
+        return hidden
 
     def _close(self, frame: Frame) -> None:
         """Digest the pages that this step filled and start their copy to the host."""

@@ -34,6 +34,7 @@ class Session:
         )
         self.cached = 0
         self.phases: list[Phase] = []  # of the prompt, those not finished
+        self.follows: tuple[Session, int] | None = None  # who computes this prompt's first tokens, and how many
         self.pending: int | None = None  # the token that was drawn and not yet computed
         self.finish: str | None = None
         self.done = False
@@ -49,8 +50,6 @@ class Session:
         self._modes: list[str] = []
         self._began = time.perf_counter()
         self._prefilled = self._first = 0.0
-        stats = runner.transfer.stats
-        self._before = (stats.layer_pages_fetched, stats.layer_pages_streamed, stats.bytes_fetched, stats.fetch_seconds)
 
     @staticmethod
     def accepts(prepared: Prepared) -> set[str]:
@@ -129,8 +128,7 @@ class Session:
             computed=len(self.prepared.tokens) - self.cached,
             generated=len(self._generated),
         )
-        stats = self._runner.transfer.stats
-        fetched, streamed, size, seconds = self._before
+        moved = self.trace.moved
         report = RecallReport(
             over_pool=self.trace.over_pool,
             prefill_modes=tuple(self._modes) if self.trace.over_pool else ("exact",),
@@ -139,10 +137,10 @@ class Session:
             selections=self.recall.selections,
             pages_selected=self.recall.pages_selected,
             hidden_pages=self.trace.hidden_pages,
-            layer_pages_fetched=stats.layer_pages_fetched - fetched,
-            layer_pages_streamed=stats.layer_pages_streamed - streamed,
-            bytes_fetched=stats.bytes_fetched - size,
-            fetch_seconds=stats.fetch_seconds - seconds,
+            layer_pages_fetched=moved.layer_pages_fetched,
+            layer_pages_streamed=moved.layer_pages_streamed,
+            bytes_fetched=moved.bytes_fetched,
+            fetch_seconds=moved.fetch_seconds,
             lexical_matches=self.recall.lexical_matches,
         )
         timings = Timings(self._prefilled - self._began, self._first - self._began, now - self._first)

@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from engine.kv.budget import WindowBudget
+from engine.kv.transfer import TransferStats
 from engine.prefix import EXACT
 from engine.recall.recall import Recall
 from engine.sequence import Sequence
@@ -24,6 +25,7 @@ class Trace:
     reasons: dict[int, Counter[str]] = field(default_factory=dict)  # logical page -> why it was selected, how often
     fetched: set[int] = field(default_factory=set)
     seen: set[int] = field(default_factory=set)
+    moved: TransferStats = field(default_factory=TransferStats)  # for this request alone, whoever shared its steps
 
 
 @dataclass(frozen=True)

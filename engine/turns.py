@@ -15,7 +15,7 @@ from engine.config import EngineConfig
 from engine.errors import OutOfMemoryError
 from engine.kv.budget import WindowBudget
 from engine.kv.page import page_count
-from engine.prefix import PrefixIndex
+from engine.prefix import PrefixIndex, shared_tokens
 from engine.result import Progress
 from engine.runner import Runner
 from engine.scheduler import Phase, schedule
@@ -33,15 +33,16 @@ class Turns:
 
     def admit(self, session: Session) -> None:
         """Resume the session from its longest checkpoint and lay out the phases of what is left of its prompt."""
-        self.active.append(session)
         if self.config.reuse:
             self._resume(session)
+            self._follow(session)
+        self.active.append(session)
         session.phases = self.phases(session)
         session.outbox.append(Progress(session.cached, len(session.prepared.tokens), session.phases[0].mode))
 
     def step(self) -> bool:
         """One turn; events and errors go to each session's outbox. False when there was nothing to do."""
-        filling = next((session for session in self.active if session.phases), None)
+        filling = next((session for session in self.active if session.phases and not self._waits(session)), None)
         if filling is not None:
             self.active.remove(filling)
             self.active.append(filling)  # the next turn is another's
@@ -55,7 +56,39 @@ class Turns:
         """Take the longest checkpoint that this request accepts; at least one token is always computed."""
         pages, tags = self.prefix.match(session.prepared.tokens[:-1], Session.accepts(session.prepared))
         self.runner.host.retain(pages)
+        self.runner.release(session.sequence.pages)
         session.resume(pages, tags)
+
+    def _follow(self, session: Session) -> None:
+        """Note who computes the longest prefix that `session` lacks: it is computed, and stored, once.
+
+        Who follows is not followed, and who has begun follows nobody: so none waits in a circle.
+        """
+        ahead = [
+            other
+            for other in self.active
+            if other.phases and not other.follows and other is not session
+            if other.prepared.plan == session.prepared.plan
+        ]
+        shared = {other: shared_tokens(other.prepared.tokens, session.prepared.tokens[:-1]) for other in ahead}
+        leader = max(ahead, key=shared.__getitem__, default=None)
+        session.follows = (leader, shared[leader]) if leader and shared[leader] > session.cached else None
+
+    @staticmethod
+    def _waits(session: Session) -> bool:
+        """Whether another is still computing what this one will resume from."""
+        if session.follows is None:
+            return False
+        leader, shared = session.follows
+        return bool(leader.phases) and leader.sequence.length < shared
+
+    def _catch_up(self, session: Session) -> None:
+        """Resume from what the followed one has computed by now."""
+        if session.follows[0] in self.active:
+            self._publish(session.follows[0])
+        self._resume(session)
+        self._follow(session)
+        session.phases = self.phases(session)
 
     def phases(self, session: Session) -> list[Phase]:
         prepared = session.prepared
@@ -76,12 +109,17 @@ class Turns:
 
     def _prefill(self, sessions: list[Session]) -> None:
         (session,) = sessions
+        if session.follows:
+            self._catch_up(session)
+            if self._waits(session):
+                return
         total, mode = len(session.prepared.tokens), session.phases[0].mode
         last = len(session.phases) == 1
         logits = self.next_chunk(session, "last" if last else "none")
         session.outbox.append(Progress(session.sequence.length, total, mode))
         if not session.phases:
             session.prefilled()
+            self._publish(session)
             self._draw(session, logits)
 
     def next_chunk(self, session: Session, rows: str) -> Tensor | None:
@@ -149,12 +187,17 @@ class Turns:
         sequence = session.sequence
         self.active.remove(session)
         session.done, session.pending, session.phases = True, None, []
+        self._publish(session)
+        self.runner.release(sequence.pages)
+
+    def _publish(self, session: Session) -> None:
+        """Make a checkpoint of the pages that are closed by now."""
         if self.config.reuse:
+            sequence = session.sequence
             self.runner.transfer.settle(wait=True)
             self.runner.host.retain(
                 self.prefix.publish(sequence.tokens, sequence.pages[: sequence.closed], sequence.tags)
             )
-        self.runner.release(sequence.pages)
 
 
 def named(error: Exception) -> Exception:

@@ -85,6 +85,7 @@ WRONG = [
     {"tools": [{"type": "function"}]},
     {"tools": ["x"]},
     {"tool_choice": "required", "tools": []},
+    {"tool_choice": {"type": "function", "function": {"name": "f"}}},
     {"chat_template_kwargs": {"messages": []}},
     {"reasoning_effort": "extreme"},
     {"kvring": {"prefill": "fast"}},
@@ -208,6 +209,16 @@ def test_metrics_are_prometheus_text_with_the_engines_counters(live):
     assert "kvring_over_pool_without_selection_total 0.0" in response.text
 
 
+def test_totals_count_what_clients_asked_and_refusals_at_the_door(phantom):
+    with served(phantom, ServeSettings(api_key="k")) as live:
+        live.http.headers["Authorization"] = "Bearer k"
+        assert live.http.get("/v1/ring").json()["totals"]["requests"] == 0  # the warm-up was nobody's
+        error(live.http.get("/v1/models", headers={"Authorization": "Bearer x"}), 401, "invalid_api_key")
+        live.chat("Hello")
+        live.wait(lambda: live.http.get("/v1/ring").json()["totals"]["requests"] == 1)
+        assert 'kvring_refused_total{code="invalid_api_key"} 1.0' in live.http.get("/metrics").text
+
+
 def test_a_full_queue_refuses_at_once_and_a_wait_ends_at_its_deadline(phantom):
     settings = ServeSettings(max_active=1, max_pending=1, pending_timeout=0.6)
     with served(phantom, settings) as live:
@@ -226,6 +237,22 @@ def test_a_full_queue_refuses_at_once_and_a_wait_ends_at_its_deadline(phantom):
             error(waiting[0], 503, "request_queue_timeout")
         live.wait(live.idle)
         live.chat("Hello")
+
+
+def test_a_stream_in_the_queue_shows_signs_of_life_and_hears_of_its_deadline(phantom):
+    settings = ServeSettings(max_active=1, keep_alive=0.1, pending_timeout=0.7)
+    with served(phantom, settings) as live:
+        hold = live.http.stream("POST", CHAT, json=body(stream=True, max_tokens=8000, ignore_eos=True))
+        with hold as response:
+            held = response.iter_lines()
+            next(held)
+            with live.http.stream("POST", CHAT, json=body(stream=True)) as waiting:
+                lines = [line for line in waiting.iter_lines() if line]
+        assert sum(line.startswith(": keep-alive 0/") for line in lines) >= 3
+        assert json.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "request_queue_timeout"
+        live.wait(live.idle)
+        with live.http.stream("POST", CHAT, json=body(stream=True, ignore_eos=True)) as response:
+            assert list(response.iter_lines())[-2] == "data: [DONE]"
 
 
 def test_a_failure_in_one_stream_is_one_error_event_and_no_done(live, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
@@ -120,6 +121,36 @@ def test_a_client_that_goes_away_holds_nothing(live, words, moment, stream):
     stats = live.stats()
     assert stats["host_pages_used"] == stats["checkpoint_pages"]  # what is left is there for the next turn
     assert live.chat("Still there?")["usage"]["completion_tokens"] >= 1
+
+
+@pytest.mark.parametrize("ticks", range(6))
+def test_a_cancel_that_meets_an_event_is_not_lost(ticks):
+    """It was: the client was gone and its answer went on to the last token."""
+    from types import SimpleNamespace
+
+    from kvring_cli.server.job import Admitted
+    from kvring_cli.server.stream import Stream
+
+    async def run() -> bool:
+        worker = SimpleNamespace(submit=lambda job: None, cancel=lambda job: None)
+        stream = Stream(worker, SimpleNamespace(tokens=[1], max_tokens=1), time.perf_counter())
+        stream.job.deliver([Admitted()])
+
+        async def read() -> None:
+            await stream.begin(5, 5)
+            async for _ in stream.events(5):
+                pass
+
+        reading = asyncio.ensure_future(read())
+        await asyncio.sleep(0.05)
+        stream.job.deliver([object()])
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+        reading.cancel()
+        await asyncio.wait((reading,), timeout=1)
+        return reading.cancelled()
+
+    assert asyncio.run(run())
 
 
 def test_four_at_once_are_served_together_and_answer_as_alone(live, words):

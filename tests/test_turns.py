@@ -105,3 +105,67 @@ def test_the_shares_of_the_pool_leave_room_for_everybody(make_engine, words, req
     sessions = [engine.admit(engine.prepare(words(1500, n), SHORT, window)) for n in range(requests)]
     results = drain(engine, sessions)
     assert all(isinstance(result, Result) for result in results), results
+
+
+def test_what_requests_fetched_together_adds_up_to_what_the_engine_fetched(make_engine, words):
+    engine = make_engine(reuse=False, max_context=10_000)
+    sessions = [engine.admit(engine.prepare(words(2600, n), SHORT, RecallParams(prefill="window"))) for n in range(3)]
+    reports = [result.recall for result in drain(engine, sessions)]
+    stats = engine.stats()
+    for name in ("layer_pages_fetched", "layer_pages_streamed", "bytes_fetched"):
+        assert sum(getattr(report, name) for report in reports) == stats[name]
+    assert all(report.layer_pages_fetched for report in reports)
+
+
+def steps_of(monkeypatch):
+    """Tokens that each prefill step of the engine computes, as they happen."""
+    computed, real = [], Runner.step
+
+    def counting(self, steps):
+        computed.extend(len(step.tokens) for step in steps if len(step.tokens) > 1)
+        return real(self, steps)
+
+    monkeypatch.setattr(Runner, "step", counting)
+    return computed
+
+
+def test_a_prefix_that_several_ask_for_at_once_is_computed_and_stored_once(make_engine, words, monkeypatch):
+    engine = make_engine()
+    prefix = words(1280)
+    asked = [f"{prefix} {words(30, n + 1)}" for n in range(4)]
+    cold = make_engine(reuse=False)
+    exactly = RecallParams(prefill="exact", decode="exact")
+    expected = [cold.complete(cold.prepare(prompt, SHORT, exactly)).tokens for prompt in asked]
+    computed = steps_of(monkeypatch)
+    sessions = [engine.admit(engine.prepare(prompt, SHORT, exactly)) for prompt in asked]
+    results = drain(engine, sessions)
+    assert [result.tokens for result in results] == expected
+    prompt = results[0].usage.prompt
+    assert sum(computed) < prompt + 4 * 128 and sum(computed) == sum(result.usage.computed for result in results)
+    assert [result.usage.cached >= 1216 for result in results] == [False, True, True, True]
+    assert engine.stats()["host_pages_used"] <= prompt // 64 + 4
+
+
+def test_who_followed_goes_on_when_the_one_ahead_is_cancelled_or_fails(make_engine, words, monkeypatch):
+    engine = make_engine()
+    prefix = words(1500)
+    first, second, third = (engine.admit(engine.prepare(f"{prefix} {n}", SHORT)) for n in "abc")
+    engine.step()
+    engine.step()
+    done = first.sequence.length
+    assert done and not second.sequence.length and not third.sequence.length
+    computed = steps_of(monkeypatch)
+    engine.cancel(first)
+    results = drain(engine, [second, third])
+    assert [result.usage.generated for result in results] == [6, 6]
+    assert results[0].usage.cached == done and results[1].usage.cached >= 1408 and sum(computed) < 1500
+
+
+def test_another_conversation_does_not_wait_for_those_who_share(make_engine, words):
+    engine = make_engine()
+    sharing = [engine.admit(engine.prepare(f"{words(1800)} {n}", SHORT)) for n in "ab"]
+    other = engine.admit(engine.prepare(words(100, 5), SHORT))
+    for _ in range(3):
+        engine.step()
+    assert other.pending is not None and not sharing[0].pending
+    drain(engine, [*sharing, other])

@@ -18,13 +18,18 @@ from engine.kv.pool import DevicePool
 
 @dataclass
 class TransferStats:
-    """Since the engine started. Seconds are those that the caller waited."""
+    """Since the engine started, or of one request. Seconds are those that the caller waited."""
 
     pages_stored: int = 0
     layer_pages_fetched: int = 0
     layer_pages_streamed: int = 0
     bytes_fetched: int = 0
     fetch_seconds: float = 0.0
+
+    def add(self, now: TransferStats, before: TransferStats) -> None:
+        """What was counted between two states of other stats."""
+        for name, value in vars(now).items():
+            setattr(self, name, getattr(self, name) + value - getattr(before, name))
 
 
 @dataclass

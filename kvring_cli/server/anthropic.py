@@ -10,17 +10,17 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from pydantic import Field
 
 from kvring_cli.server import report, sse
-from kvring_cli.server.ask import Answer, Ask, Part, open_answer, start
+from kvring_cli.server.ask import Answer, Ask, Part
 from kvring_cli.server.blocks import from_anthropic, thinking_of, tools_of
-from kvring_cli.server.errors import as_api_error, invalid
+from kvring_cli.server.errors import invalid
 from kvring_cli.server.fields import Body, described, listing, read
 from kvring_cli.server.length import check_length
+from kvring_cli.server.reply import reply
 from kvring_cli.server.service import Service
-from kvring_cli.server.stream import unless_gone
 
 router = APIRouter()
 
@@ -73,11 +73,10 @@ async def messages(request: Request) -> Response:
     sampling = body.sampling(stop=body.stops())
     one_call = (body.tool_choice or {}).get("disable_parallel_tool_use") is True
     ask = Ask("anthropic", prompt, sampling, body.recall(), template, names, one_call, budget, arrived)
-    if body.stream:
-        answer = await unless_gone(request, open_answer(service, ask))
-        return sse.Events(answer, _events(answer, service.model_id)) if answer else sse.GONE
-    whole = await unless_gone(request, _whole(service, ask))
-    return JSONResponse(whole) if whole else sse.GONE
+    model = service.model_id
+    return await reply(
+        request, ask, body.stream, lambda answer: _whole(answer, model), lambda answer: _events(answer, model)
+    )
 
 
 def _head(model: str, content: list[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:
@@ -93,20 +92,18 @@ def _head(model: str, content: list[dict[str, Any]], usage: dict[str, int]) -> d
     }
 
 
-async def _whole(service: Service, ask: Ask) -> dict[str, Any]:
+async def _whole(answer: Answer, model: str) -> dict[str, Any]:
     blocks: list[dict[str, Any]] = []
-    async with await start(service, ask) as answer:
-        await answer.begin()
-        async for part in answer.parts():
-            if part is None:
-                continue
-            if part.kind == "call" or not blocks or blocks[-1]["type"] != _TYPES[part.kind]:
-                blocks.append(_block(part))
-            if part.kind == "call":
-                blocks[-1]["input"] = part.call.arguments
-            else:
-                blocks[-1]["text" if part.kind == "content" else "thinking"] += part.text
-    head = _head(service.model_id, blocks or [{"type": "text", "text": ""}], _usage(answer))
+    async for part in answer.parts():
+        if part is None:
+            continue
+        if part.kind == "call" or not blocks or blocks[-1]["type"] != _TYPES[part.kind]:
+            blocks.append(_block(part))
+        if part.kind == "call":
+            blocks[-1]["input"] = part.call.arguments
+        else:
+            blocks[-1]["text" if part.kind == "content" else "thinking"] += part.text
+    head = _head(model, blocks or [{"type": "text", "text": ""}], _usage(answer))
     return {**head, **_ending(answer), "timings": report.timings(answer), "kvring": report.kvring(answer)}
 
 
@@ -115,28 +112,24 @@ async def _events(answer: Answer, model: str) -> AsyncIterator[bytes]:
         return sse.event({"type": kind, **more}, kind)
 
     open_kind, index = None, -1
-    try:
-        yield say("message_start", message=_head(model, [], _usage(answer)))
-        async for part in answer.parts():
-            if part is None:
-                yield sse.keep_alive(answer)
-                continue
-            if part.kind == "call" or part.kind != open_kind:
-                if open_kind is not None:
-                    yield say("content_block_stop", index=index)
-                open_kind, index = part.kind, index + 1
-                yield say("content_block_start", index=index, content_block=_block(part))
-            yield say("content_block_delta", index=index, delta=_delta(part))
-        if open_kind is None:
-            index = 0
-            yield say("content_block_start", index=0, content_block={"type": "text", "text": ""})
-        yield say("content_block_stop", index=index)
-        numbers = {"timings": report.timings(answer), "kvring": report.kvring(answer)}
-        yield say("message_delta", delta=_ending(answer), usage=_usage(answer), **numbers)
-        yield say("message_stop")
-    except Exception as failure:
-        answer.error = failure
-        yield sse.event(as_api_error(failure).body(anthropic=True), "error")
+    yield say("message_start", message=_head(model, [], _usage(answer)))
+    async for part in answer.parts():
+        if part is None:
+            yield sse.keep_alive(answer)
+            continue
+        if part.kind == "call" or part.kind != open_kind:
+            if open_kind is not None:
+                yield say("content_block_stop", index=index)
+            open_kind, index = part.kind, index + 1
+            yield say("content_block_start", index=index, content_block=_block(part))
+        yield say("content_block_delta", index=index, delta=_delta(part))
+    if open_kind is None:
+        index = 0
+        yield say("content_block_start", index=0, content_block={"type": "text", "text": ""})
+    yield say("content_block_stop", index=index)
+    numbers = {"timings": report.timings(answer), "kvring": report.kvring(answer)}
+    yield say("message_delta", delta=_ending(answer), usage=_usage(answer), **numbers)
+    yield say("message_stop")
 
 
 _TYPES = {"content": "text", "reasoning": "thinking", "call": "tool_use"}
@@ -170,9 +163,10 @@ def _ending(answer: Answer) -> dict[str, Any]:
 def _usage(answer: Answer) -> dict[str, int]:
     """Anthropic counts what was read from the cache apart from input_tokens."""
     job = answer.stream.job
+    cached = job.session.cached if job.session else 0  # nothing is known of it while it waits
     return {
-        "input_tokens": len(answer.prepared.tokens) - job.session.cached,
-        "cache_read_input_tokens": job.session.cached,
+        "input_tokens": len(answer.prepared.tokens) - cached,
+        "cache_read_input_tokens": cached,
         "cache_creation_input_tokens": 0,
         "output_tokens": answer.result.usage.generated if answer.result else job.generated,
     }

@@ -32,21 +32,22 @@ def make_app(service: Service) -> FastAPI:
     for known in (APIError, KVRingError):
         app.add_exception_handler(known, _refuse)
     app.add_exception_handler(HTTPException, _no_route)
-    app.add_middleware(Gate, service=service)
+    app.add_middleware(Gate, service=service, metrics=app.state.metrics)
     return app
 
 
 class Gate:
     """In front of every route: the key, the body's announced size, and 503 while nobody can answer."""
 
-    def __init__(self, app: Any, service: Service) -> None:
-        self.app, self.service = app, service
+    def __init__(self, app: Any, service: Service, metrics: Metrics) -> None:
+        self.app, self.service, self.metrics = app, service, metrics
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         refusal = self._refusal(scope) if scope["type"] == "http" else None
         if refusal is None:
             await self.app(scope, receive, send)
         else:
+            self.metrics.refused(refusal.code)
             await _response(refusal, scope["path"])(scope, receive, send)
 
     def _refusal(self, scope: Any) -> APIError | None:

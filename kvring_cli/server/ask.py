@@ -87,13 +87,17 @@ class Answer:
         if self.result is None:
             self.service.log.failed(self, as_api_error(error).code if isinstance(error, Exception) else "cancelled")
 
-    async def begin(self) -> None:
-        await self.stream.begin(self.service.settings.pending_timeout)
+    async def begin(self) -> bool:
+        """Wait in the queue until it is time for a sign of life; whether it has left it. APIError at the deadline."""
+        settings = self.service.settings
+        return await self.stream.begin(settings.pending_timeout, settings.keep_alive)
 
     async def parts(self) -> AsyncIterator[Part | None]:
         """Parts until the end; None when it is time for a sign of life."""
         from engine.result import Progress, Result, Token
 
+        while not await self.begin():
+            yield None
         silence = self.service.settings.keep_alive
         spoken = time.perf_counter()
         async for event in self.stream.events(silence):
@@ -200,7 +204,11 @@ async def start(service: Service, ask: Ask) -> Answer:
 
 
 async def open_answer(service: Service, ask: Ask) -> Answer:
-    """One that left the queue, so that a stream begins only where there will be something to stream. Close it."""
+    """One that is to be streamed; close it.
+
+    A refusal that comes soon has its own HTTP status. One that waits longer is a stream with signs of life, because
+    clients give up on a silent one.
+    """
     answer = await start(service, ask)
     await answer.__aenter__()
     try:

@@ -9,19 +9,18 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from pydantic import Field
 
 from engine.text.tools import Call
 from kvring_cli.server import report, sse
-from kvring_cli.server.ask import Answer, Ask, open_answer, start
-from kvring_cli.server.errors import as_api_error
+from kvring_cli.server.ask import Answer, Ask
 from kvring_cli.server.fields import OpenAIBody, described, listing, read
 from kvring_cli.server.frame import Frame
 from kvring_cli.server.logprobs import chat_logprobs
 from kvring_cli.server.messages import ROLES, from_openai, thinking_of, tools_of
+from kvring_cli.server.reply import reply
 from kvring_cli.server.service import Service
-from kvring_cli.server.stream import unless_gone
 
 router = APIRouter()
 
@@ -62,23 +61,19 @@ async def chat_completions(request: Request) -> Response:
         arrived,
     )
     frame = Frame(service.model_id, "chat.completion", "chatcmpl")
-    if body.stream:
-        answer = await unless_gone(request, open_answer(service, ask))
-        return sse.Events(answer, _events(answer, frame, body)) if answer else sse.GONE
-    whole = await unless_gone(request, _whole(service, ask, frame))
-    return JSONResponse(whole) if whole else sse.GONE
+    return await reply(
+        request, ask, body.stream, lambda answer: _whole(answer, frame), lambda answer: _events(answer, frame, body)
+    )
 
 
-async def _whole(service: Service, ask: Ask, frame: Frame) -> dict[str, Any]:
+async def _whole(answer: Answer, frame: Frame) -> dict[str, Any]:
     texts: dict[str, list[str]] = {"content": [], "reasoning": []}
     calls: list[dict[str, Any]] = []
-    async with await start(service, ask) as answer:
-        await answer.begin()
-        async for part in answer.parts():
-            if part is not None and part.call is not None:
-                calls.append(_call(part.call, len(calls), whole=True))
-            elif part is not None:
-                texts[part.kind].append(part.text)
+    async for part in answer.parts():
+        if part is not None and part.call is not None:
+            calls.append(_call(part.call, len(calls), whole=True))
+        elif part is not None:
+            texts[part.kind].append(part.text)
     text = "".join(texts["content"])
     message: dict[str, Any] = {"role": "assistant", "content": None if calls and not text else text}
     if texts["reasoning"]:
@@ -86,7 +81,7 @@ async def _whole(service: Service, ask: Ask, frame: Frame) -> dict[str, Any]:
     if calls:
         message["tool_calls"] = calls
     choice: dict[str, Any] = {"index": 0, "message": message, "finish_reason": answer.finish, "logprobs": None}
-    if ask.sampling.logprobs is not None:
+    if answer.ask.sampling.logprobs is not None:
         choice["logprobs"] = chat_logprobs(answer)
     numbers = {"usage": report.usage(answer), "timings": report.timings(answer), "kvring": report.kvring(answer)}
     return {**frame.head, "choices": [choice], **numbers}
@@ -103,23 +98,19 @@ async def _events(answer: Answer, frame: Frame, body: ChatBody) -> AsyncIterator
         more = {"timings": report.timings(answer), "kvring": report.kvring(answer)} if finish else {}
         return frame.chunk([one], **usage_null, **more)
 
-    try:
-        yield choice({"role": "assistant"})
-        async for part in answer.parts():
-            if part is None:
-                yield sse.keep_alive(answer)
-            elif part.call is not None:
-                yield choice({"tool_calls": [_call(part.call, calls, whole=False)]})
-                calls += 1
-            else:
-                yield choice({"reasoning_content" if part.kind == "reasoning" else "content": part.text})
-        yield choice({}, answer.finish)
-        if body.usage_in_stream:
-            yield frame.chunk([], usage=report.usage(answer))
-        yield sse.DONE
-    except Exception as failure:
-        answer.error = failure
-        yield sse.event(as_api_error(failure).body(anthropic=False))
+    yield choice({"role": "assistant"})
+    async for part in answer.parts():
+        if part is None:
+            yield sse.keep_alive(answer)
+        elif part.call is not None:
+            yield choice({"tool_calls": [_call(part.call, calls, whole=False)]})
+            calls += 1
+        else:
+            yield choice({"reasoning_content" if part.kind == "reasoning" else "content": part.text})
+    yield choice({}, answer.finish)
+    if body.usage_in_stream:
+        yield frame.chunk([], usage=report.usage(answer))
+    yield sse.DONE
 
 
 def _call(call: Call, index: int, whole: bool) -> dict[str, Any]:

@@ -7,17 +7,17 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from pydantic import Field
 
 from kvring_cli.server import report, sse
-from kvring_cli.server.ask import Answer, Ask, open_answer, start
-from kvring_cli.server.errors import as_api_error, invalid
+from kvring_cli.server.ask import Answer, Ask
+from kvring_cli.server.errors import invalid
 from kvring_cli.server.fields import OpenAIBody, described, read
 from kvring_cli.server.frame import Frame
 from kvring_cli.server.logprobs import text_logprobs
+from kvring_cli.server.reply import reply
 from kvring_cli.server.service import Service
-from kvring_cli.server.stream import unless_gone
 
 router = APIRouter()
 
@@ -43,25 +43,18 @@ async def completions(request: Request) -> Response:
     sampling = body.sampling(stop=body.stops(), logprobs=body.logprobs)
     ask = Ask("openai-text", body.text(), sampling, body.recall(), arrived=arrived)
     frame = Frame(service.model_id, "text_completion", "cmpl")
-    if body.stream:
-        answer = await unless_gone(request, open_answer(service, ask))
-        return sse.Events(answer, _events(answer, frame, body)) if answer else sse.GONE
-    whole = await unless_gone(request, _whole(service, ask, frame))
-    return JSONResponse(whole) if whole else sse.GONE
+    return await reply(
+        request, ask, body.stream, lambda answer: _whole(answer, frame), lambda answer: _events(answer, frame, body)
+    )
 
 
-async def _whole(service: Service, ask: Ask, frame: Frame) -> dict[str, Any]:
-    texts: list[str] = []
-    async with await start(service, ask) as answer:
-        await answer.begin()
-        async for part in answer.parts():
-            if part is not None:
-                texts.append(part.text)
+async def _whole(answer: Answer, frame: Frame) -> dict[str, Any]:
+    texts = [part.text async for part in answer.parts() if part is not None]
     choice: dict[str, Any] = {
         "index": 0,
         "text": "".join(texts),
         "finish_reason": answer.finish,
-        "logprobs": None if ask.sampling.logprobs is None else text_logprobs(answer, 0),
+        "logprobs": None if answer.ask.sampling.logprobs is None else text_logprobs(answer, 0),
     }
     numbers = {"usage": report.usage(answer), "timings": report.timings(answer), "kvring": report.kvring(answer)}
     return {**frame.head, "choices": [choice], **numbers}
@@ -77,17 +70,13 @@ async def _events(answer: Answer, frame: Frame, body: TextBody) -> AsyncIterator
         more = {"timings": report.timings(answer), "kvring": report.kvring(answer)} if finish else {}
         return sse.event({**frame.head, "choices": [one], **usage_null, **more})
 
-    try:
-        async for part in answer.parts():
-            if part is None:
-                yield sse.keep_alive(answer)
-            else:
-                yield choice(part.text)
-                offset += len(part.text)
-        yield choice("", answer.finish)
-        if body.usage_in_stream:
-            yield sse.event({**frame.head, "choices": [], "usage": report.usage(answer)})
-        yield sse.DONE
-    except Exception as failure:
-        answer.error = failure
-        yield sse.event(as_api_error(failure).body(anthropic=False))
+    async for part in answer.parts():
+        if part is None:
+            yield sse.keep_alive(answer)
+        else:
+            yield choice(part.text)
+            offset += len(part.text)
+    yield choice("", answer.finish)
+    if body.usage_in_stream:
+        yield sse.event({**frame.head, "choices": [], "usage": report.usage(answer)})
+    yield sse.DONE

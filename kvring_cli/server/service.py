@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from engine.config import SamplingParams
 from engine.errors import KVRingError
 from kvring_cli.server.errors import APIError
 from kvring_cli.server.log import RequestLog
@@ -83,7 +82,7 @@ class Service:
     def _bring_up(self, model: Any) -> None:
         try:
             engine = self._load(model)
-            _warm_up(engine)
+            engine.warm_up()
             if self._closed:
                 return engine.close()
             self.engine = engine
@@ -117,8 +116,3 @@ class Service:
             self.worker.close()
         if self.engine is not None:
             self.engine.close()
-
-
-def _warm_up(engine: Engine) -> None:
-    """One real token, so that the first client doesn't pay for what is made on first use."""
-    engine.complete(engine.prepare("Hello", SamplingParams(max_tokens=1)))

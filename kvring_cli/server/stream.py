@@ -27,7 +27,8 @@ class Stream:
         guide: Callable[[int, str], Sequence[int]] | None = None,
         asked_length: bool = False,
     ) -> None:
-        loop, self._events = asyncio.get_running_loop(), asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[list[Any]] = asyncio.Queue()
         put = self._events.put_nowait
         self.worker = worker
         self.job = Job(
@@ -37,7 +38,7 @@ class Stream:
             asked_length=asked_length,
             arrived=arrived,
         )
-        self._ended = False
+        self._begun = self._ended = False
 
     async def __aenter__(self) -> Stream:
         self.worker.submit(self.job)
@@ -52,12 +53,18 @@ class Stream:
         """Seconds between arrival and admission."""
         return (self.job.admitted or time.perf_counter()) - self.job.arrived
 
-    async def begin(self, timeout: float) -> None:
-        """Wait until it leaves the queue: APIError 503 at `timeout` seconds after its arrival."""
-        left = self.job.arrived + timeout - time.perf_counter()
-        try:
-            events = await asyncio.wait_for(self._events.get(), max(0.0, left))
-        except asyncio.TimeoutError:
+    async def begin(self, timeout: float, patience: float) -> bool:
+        """Wait until it leaves the queue, `patience` seconds at most: whether it has.
+
+        APIError 503 at `timeout` seconds after its arrival.
+        """
+        if self._begun:
+            return True
+        left = max(0.0, self.job.arrived + timeout - time.perf_counter())
+        events = await self._next(min(left, patience))
+        if events is None:
+            if left > patience:
+                return False
             if self.worker.withdraw(self.job):
                 self._ended = True
                 raise APIError(
@@ -65,23 +72,23 @@ class Stream:
                     "request_queue_timeout",
                     f"the request waited {timeout:g} s in the queue, the most that --pending-timeout allows",
                     retry_after=10,
-                ) from None
+                )
             events = await self._events.get()
         if not isinstance(events[0], Admitted):
             self._ended = True
             raise events[0]
+        self._begun = True
+        return True
 
     async def events(self, silence: float) -> AsyncIterator[Progress | Token | Result | None]:
         """What happens; None when nothing did for `silence` seconds. An error of the request is raised."""
         from engine.result import Result
 
         while True:
-            try:
-                events = await asyncio.wait_for(self._events.get(), silence)
-            except asyncio.TimeoutError:
+            events = await self._next(silence)
+            if events is None:
                 yield None
-                continue
-            for event in events:
+            for event in events or ():
                 if isinstance(event, BaseException):
                     self._ended = True
                     raise event
@@ -89,6 +96,15 @@ class Stream:
                 yield event
                 if self._ended:
                     return
+
+    async def _next(self, seconds: float) -> list[Any] | None:
+        """What was delivered, or None. Not `wait_for`: before Python 3.12 it loses a cancel that meets an event."""
+        getting = asyncio.ensure_future(self._events.get())
+        try:
+            await asyncio.wait((getting,), timeout=seconds)
+            return getting.result() if getting.done() else None
+        finally:
+            getting.cancel()
 
 
 async def unless_gone(request: Any, work: Any) -> Any:
