@@ -1,0 +1,43 @@
+"""What kernels read of a step: one small int32 vector on the device, so that a captured graph serves every step.
+
+Words as in `engine/step.py`; all are pages unless named otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.config import PAGE
+from engine.ops.rope import Rotary
+
+PAST, FIRST, OWN, WINDOW, LEFT, DEPTH, FARTHEST, TICK = range(8)
+"""pages before the chunk's own; tokens that the first own page held; own pages; past pages in the window; pages that
+scores may choose; ranks that count in a KV head; the largest distance scored with; the clock of last use"""
+GEOMETRY = 8
+
+FETCHED, STREAMED = range(2)
+"""Layer pages brought into the pool, and read in place, since the start."""
+COUNTERS = 2
+
+HIDDEN, CANDIDATE, TAKEN, ALWAYS = range(4)
+"""What a past page may be in a step: never seen, chosen by score, chosen before scores are looked at, always seen."""
+
+UNSELECTED, KEY, LEXICAL, NEIGHBOR = range(4)
+"""Why a page is selected: one more than its place in `recall.select.REASONS`."""
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Rotations by whole pages, float32 [2 * reach + 1, head_dim / 2]: row `reach + n` is a distance of n pages."""
+
+    cos: Tensor
+    sin: Tensor
+    reach: int
+
+    @classmethod
+    def of(cls, rope: Rotary, reach: int) -> Turns:
+        pages = torch.arange(-reach, reach + 1, device=rope.inv_freq.device)
+        return cls(*(part.contiguous() for part in rope.cos_sin(pages * PAGE)), reach)

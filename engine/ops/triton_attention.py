@@ -1,0 +1,241 @@
+"""Attention over pages where they lie: in the pool, or in pinned host memory read in place. Triton.
+
+Few query rows against the pages of a window, split along it; a second kernel merges the splits by their log-sum-exp.
+The query is rotated once per page by the page's distance (`ops/attention.py` says why), so keys are read as stored.
+Reference: `PartialAttention` of ops/attention.py.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.ops import geometry as g
+from engine.ops.geometry import Turns
+
+LOG2E = 1.4426950408889634
+PAST, FIRST, OWN, WINDOW = map(tl.constexpr, (g.PAST, g.FIRST, g.OWN, g.WINDOW))
+STREAMED = tl.constexpr(g.STREAMED)
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+
+@triton.jit
+def dot(a, b, sum):
+    """a @ b + sum in float32; Triton's interpreter would multiply the bits of a bfloat16."""
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), sum)
+    return tl.dot(a, b, sum, input_precision="ieee")
+
+
+@triton.jit
+def load_turned_rows(q, row, rows, kv_head, half, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr):
+    """Both halves of query rows [len(row), len(half)] of one KV head, float32; row = token * GROUP + head in group."""
+    at = q + ((row // GROUP) * HEADS + kv_head * GROUP + row % GROUP)[:, None] * DIM + half[None, :]
+    mask = (row < rows)[:, None] & (half < DIM // 2)[None, :]
+    return tl.load(at, mask=mask, other=0.0).to(tl.float32), tl.load(at + DIM // 2, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def turn(first, second, cos, sin, distance, half, DIM: tl.constexpr):
+    """Rotate the halves [M, H] by the table's row `distance`."""
+    mask = half < DIM // 2
+    at = distance * (DIM // 2) + half
+    c = tl.load(cos + at, mask=mask, other=0.0)[None, :]
+    s = tl.load(sin + at, mask=mask, other=0.0)[None, :]
+    return first * c - second * s, second * c + first * s
+
+
+@triton.jit
+def _attend(
+    q,  # [T, HEADS, DIM], rotated to its offset from the first own page
+    pool,  # [slot, 2, KV_HEADS, 64, DIM] of one layer
+    host,  # [page, ...] of the same layer, pages `host_page` elements apart
+    slot_of,  # int32 [page]
+    ids,  # int32 [logical page]
+    window,  # int32 [n]: logical pages; not read where ALL
+    geometry,
+    cos,  # float32 [reach * 2 + 1, DIM / 2], row `reach` is distance 0
+    sin,
+    counters,
+    partial,  # float32 [splits, T * HEADS, DIM]
+    partial_lse,  # float32 [splits, T * HEADS], base 2
+    tokens,
+    reach,
+    scale,
+    host_page,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    HALF: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    ALL: tl.constexpr,
+    COLD: tl.constexpr,
+    COMPACT: tl.constexpr,
+):
+    split, kv_head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    past, first, own = tl.load(geometry + PAST), tl.load(geometry + FIRST), tl.load(geometry + OWN)
+    seen = past if ALL else tl.load(geometry + WINDOW)
+    total = seen + own
+    share = tl.cdiv(total, tl.num_programs(0))
+    begin = split * share
+    end = tl.minimum(begin + share, total)
+
+    row = block * ROWS + tl.arange(0, ROWS)
+    rows = tokens * GROUP
+    half, wide, key = tl.arange(0, HALF), tl.arange(0, WIDE), tl.arange(0, PAGE)
+    low, high = load_turned_rows(q, row, rows, kv_head, half, HEADS, GROUP, DIM)
+    low, high = low * scale, high * scale
+    best = tl.full([ROWS], float("-inf"), tl.float32)
+    weight = tl.zeros([ROWS], tl.float32)
+    out = tl.zeros([ROWS, WIDE], tl.float32)
+    cold = 0
+    for i in range(begin, end):
+        mine = i >= seen
+        if ALL:
+            page = i
+        else:
+            page = tl.load(window + i, mask=i < seen, other=0)
+            page = tl.where(mine, past + i - seen, page)
+        if COMPACT:
+            distance = seen - i
+        else:
+            distance = past - page
+        identity = tl.load(ids + page)
+        slot = tl.load(slot_of + identity)
+        base = pool + slot.to(tl.int64) * (2 * KV_HEADS * PAGE * DIM)
+        if COLD:
+            base = tl.where(slot < 0, host + identity.to(tl.int64) * host_page, base)
+            cold += (slot < 0).to(tl.int32)
+        keys = base + kv_head * (PAGE * DIM)
+        values = keys + KV_HEADS * PAGE * DIM
+        a, b = turn(low, high, cos, sin, distance + reach, half, DIM)
+        at = key[None, :] * DIM + half[:, None]
+        k1 = tl.load(keys + at, mask=(half < DIM // 2)[:, None], other=0.0)
+        k2 = tl.load(keys + DIM // 2 + at, mask=(half < DIM // 2)[:, None], other=0.0)
+        scores = dot(b.to(k2.dtype), k2, dot(a.to(k1.dtype), k1, tl.zeros([ROWS, PAGE], tl.float32)))
+        # An own key is seen by the rows from its own on; the places of past keys are negative, so all rows see them.
+        place = (i - seen) * PAGE + key
+        scores = tl.where(place[None, :] <= first + (row // GROUP)[:, None], scores, float("-inf"))
+        top = tl.maximum(best, tl.max(scores, 1))
+        safe = tl.where(top == float("-inf"), 0.0, top)
+        p = tl.exp2(scores - safe[:, None])
+        fade = tl.exp2(best - safe)
+        weight = weight * fade + tl.sum(p, 1)
+        written = (place < first + tokens)[:, None] & (wide < DIM)[None, :]
+        v = tl.load(values + key[:, None] * DIM + wide[None, :], mask=written, other=0.0)
+        out = dot(p.to(v.dtype), v, out * fade[:, None])
+        best = top
+    lse = tl.where(weight > 0, best + tl.log2(weight), float("-inf"))
+    out = out / tl.where(weight > 0, weight, 1.0)[:, None]
+    # Splits of one row lie together, so that the merge reads a run.
+    head = kv_head * GROUP + row % GROUP
+    at = split.to(tl.int64) * (tokens * HEADS) + (row // GROUP) * HEADS + head
+    tl.store(partial_lse + at, lse, mask=row < rows)
+    tl.store(partial + at[:, None] * DIM + wide[None, :], out, mask=(row < rows)[:, None] & (wide < DIM)[None, :])
+    if COLD and kv_head == 0 and block == 0:
+        tl.atomic_add(counters + STREAMED, cold.to(tl.int64))
+
+
+@triton.jit
+def _merge(partial, partial_lse, out, rows, splits, DIM: tl.constexpr, WIDE: tl.constexpr, SPLITS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    split, wide = tl.arange(0, SPLITS), tl.arange(0, WIDE)
+    lse = tl.load(partial_lse + split * rows + row, mask=split < splits, other=float("-inf"))
+    part = tl.exp2(lse - tl.max(lse, 0))
+    at = (split[:, None] * rows + row) * DIM + wide[None, :]
+    x = tl.load(partial + at, mask=(split < splits)[:, None] & (wide < DIM)[None, :], other=0.0)
+    merged = tl.sum(x * part[:, None], 0) / tl.sum(part, 0)
+    tl.store(out + row * DIM + wide, merged.to(out.dtype.element_ty), mask=wide < DIM)
+
+
+class PagedAttention:
+    """Buffers and launch of the two kernels, for at most `tokens` query rows a step."""
+
+    def __init__(self, heads: int, kv_heads: int, dim: int, tokens: int, device: torch.device, units: int) -> None:
+        """`units`: programs that fill the device, twice its multiprocessors, say."""
+        self.heads, self.kv_heads, self.dim, self.units = heads, kv_heads, dim, units
+        self._most = max(self._splits(count) * count for count in (1, tokens))
+        self._partial = torch.empty(self._most * heads * dim, dtype=torch.float32, device=device)
+        self._lse = torch.empty(self._most * heads, dtype=torch.float32, device=device)
+
+    def _rows(self, tokens: int) -> int:
+        return 16 if tokens * (self.heads // self.kv_heads) <= 16 else 64
+
+    def _splits(self, tokens: int) -> int:
+        blocks = -(-tokens * (self.heads // self.kv_heads) // self._rows(tokens))
+        return max(1, self.units // (self.kv_heads * blocks))
+
+    def __call__(
+        self,
+        q: Tensor,
+        pool: Tensor,
+        host: Tensor | None,
+        slot_of: Tensor,
+        ids: Tensor,
+        window: Tensor | None,
+        geometry: Tensor,
+        turns: Turns,
+        counters: Tensor,
+        scale: float,
+        compact: bool,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """q [T, heads, dim] -> [T, heads, dim] of `dtype`. Shapes and words as in the kernel.
+
+        window None: all past pages. host: the layer's part of a pinned store, where cold pages may be met; None: every
+        page seen is resident.
+        """
+        tokens = q.shape[0]
+        splits, rows = self._splits(tokens), self._rows(tokens)
+        blocks = -(-tokens * (self.heads // self.kv_heads) // rows)
+        out = torch.empty(tokens, self.heads, self.dim, dtype=dtype, device=q.device)
+        wide = triton.next_power_of_2(self.dim)
+        _attend[(splits, self.kv_heads, blocks)](
+            q,
+            pool,
+            pool if host is None else host,
+            slot_of,
+            ids,
+            ids if window is None else window,
+            geometry,
+            turns.cos,
+            turns.sin,
+            counters,
+            self._partial,
+            self._lse,
+            tokens,
+            turns.reach,
+            scale * LOG2E,
+            0 if host is None else host.stride(0),
+            HEADS=self.heads,
+            KV_HEADS=self.kv_heads,
+            DIM=self.dim,
+            PAGE=pool.shape[-2],
+            HALF=max(16, triton.next_power_of_2(self.dim // 2)),
+            WIDE=wide,
+            ROWS=rows,
+            ALL=window is None,
+            COLD=host is not None,
+            COMPACT=compact,
+            num_warps=4,
+            num_stages=2,
+        )
+        _merge[(tokens * self.heads,)](
+            self._partial,
+            self._lse,
+            out,
+            tokens * self.heads,
+            splits,
+            DIM=self.dim,
+            WIDE=wide,
+            SPLITS=max(2, triton.next_power_of_2(splits)),
+            num_warps=4,
+        )
+        return out

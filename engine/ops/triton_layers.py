@@ -1,0 +1,115 @@
+"""What lies between the matrix products of a layer, each in one pass. Triton; references: ops/norm.py."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _add_norm(hidden, delta, weight, total, normed, width, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < width
+    x = tl.load(hidden + row * width + at, mask=inside, other=0.0)
+    if ADD:
+        x = (x.to(tl.float32) + tl.load(delta + row * width + at, mask=inside, other=0.0).to(tl.float32)).to(x.dtype)
+        tl.store(total + row * width + at, x, mask=inside)
+    x = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, 0) / width + eps)
+    w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(normed + row * width + at, (x * scale * w).to(normed.dtype.element_ty), mask=inside)
+
+
+def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """hidden, delta [T, n] -> their sum, and its RMS norm, both [T, n] of their dtype."""
+    normed = torch.empty_like(hidden)
+    total = hidden if delta is None else torch.empty_like(hidden)
+    width = hidden.shape[1]
+    _add_norm[(hidden.shape[0],)](
+        hidden,
+        hidden if delta is None else delta,
+        weight,
+        total,
+        normed,
+        width,
+        eps,
+        ADD=delta is not None,
+        BLOCK=triton.next_power_of_2(width),
+        num_warps=8 if width >= 2048 else 4,
+    )
+    return total, normed
+
+
+@triton.jit
+def _swiglu(gate_up, out, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(gate_up + row * 2 * width + at, mask=at < width, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * width + width + at, mask=at < width, other=0.0)
+    silu = (gate * tl.sigmoid(gate)).to(up.dtype)
+    tl.store(out + row * width + at, silu * up, mask=at < width)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """[T, 2 * n] -> silu(first half) * second half, [T, n]."""
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
+    _swiglu[(rows, triton.cdiv(width, 1024))](gate_up, out, width, BLOCK=1024, num_warps=4)
+    return out
+
+
+@triton.jit
+def _head_norm(
+    qkv, q_weight, k_weight, eps, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr
+):
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = tl.arange(0, WIDE)
+    inside = at < DIM
+    where = qkv + (token * (HEADS + 2 * KV_HEADS) + head) * DIM + at
+    x = tl.load(where, mask=inside, other=0.0).to(tl.float32)
+    if head < HEADS:
+        w = tl.load(q_weight + at, mask=inside, other=0.0).to(tl.float32)
+    else:
+        w = tl.load(k_weight + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(where, (x * tl.rsqrt(tl.sum(x * x, 0) / DIM + eps) * w).to(qkv.dtype.element_ty), mask=inside)
+
+
+def head_norm(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, heads: int, kv_heads: int, eps: float) -> None:
+    """RMS norm of each query and key head of qkv [T, (heads + 2 kv_heads) * dim], in place."""
+    dim = q_weight.shape[0]
+    _head_norm[(qkv.shape[0], heads + kv_heads)](
+        qkv,
+        q_weight,
+        k_weight,
+        eps,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        WIDE=triton.next_power_of_2(dim),
+        num_warps=1,
+    )
+
+
+@triton.jit
+def _merge_into(out, lse, more, more_lse, WIDE: tl.constexpr, DIM: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, WIDE)
+    a, b = tl.load(lse + row), tl.load(more_lse + row)
+    top = tl.maximum(a, b)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    total = safe + tl.log(tl.exp(a - safe) + tl.exp(b - safe))
+    x = tl.load(out + row * DIM + at, mask=at < DIM, other=0.0)
+    y = tl.load(more + row * DIM + at, mask=at < DIM, other=0.0).to(tl.float32)
+    tl.store(out + row * DIM + at, x * tl.exp(a - total) + y * tl.exp(b - total), mask=at < DIM)
+    tl.store(lse + row, total)
+
+
+def merge_into(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
+    """Merge one more segment's attention into out float32 [T, heads, dim] and lse float32 [T, heads], in place."""
+    dim = out.shape[-1]
+    _merge_into[(out.shape[0] * out.shape[1],)](
+        out, lse, more, more_lse, WIDE=triton.next_power_of_2(dim), DIM=dim, num_warps=1
+    )

@@ -1,0 +1,346 @@
+"""The risk: a kernel that is fast and wrong. Each is held against its torch reference, on a GPU where there is one, else
+under Triton's interpreter on tiny shapes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+CUDA = torch.cuda.is_available()
+pytest.importorskip("triton", reason="triton has no wheel here")
+
+from engine.config import PAGE  # noqa: E402
+from engine.ops import geometry as g  # noqa: E402
+from engine.ops import triton_layers, triton_pages, triton_score, triton_select  # noqa: E402
+from engine.ops.attention import PartialAttention  # noqa: E402
+from engine.ops.geometry import Turns  # noqa: E402
+from engine.ops.norm import rms_norm  # noqa: E402
+from engine.ops.rope import RopeConfig, Rotary, rotate  # noqa: E402
+from engine.ops.triton_attention import PagedAttention  # noqa: E402
+from engine.recall.digest import encode_keys, pack_codes  # noqa: E402
+from engine.recall.score import mass, page_lse  # noqa: E402
+from engine.recall.select import HYSTERESIS, choose  # noqa: E402
+
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+
+
+def rotary(dim: int) -> Rotary:
+    return Rotary(RopeConfig(theta=10000.0), dim, DEVICE)
+
+
+def geometry(**values: int) -> torch.Tensor:
+    vector = torch.zeros(g.GEOMETRY, dtype=torch.int32)
+    for name, value in values.items():
+        vector[getattr(g, name)] = value
+    return vector.to(DEVICE)
+
+
+def ints(values) -> torch.Tensor:
+    return torch.tensor(np.asarray(values), dtype=torch.int32, device=DEVICE)
+
+
+class Scene:
+    """Past and own pages scattered over a pool and a host store, as a step would find them."""
+
+    def __init__(self, dim: int, heads: int, kv_heads: int, tokens: int, first: int, past: int, dtype, cold=()) -> None:
+        torch.manual_seed(dim + tokens + past)
+        self.own = -(-(first + tokens) // PAGE)
+        self.past, self.first, self.tokens, self.heads, self.kv_heads, self.dim = (
+            past,
+            first,
+            tokens,
+            heads,
+            kv_heads,
+            dim,
+        )
+        pages = past + self.own
+        self.rope = rotary(dim)
+        self.kv = torch.randn(pages, 2, kv_heads, PAGE, dim, device=DEVICE).to(dtype)
+        self.ids = np.random.default_rng(1).permutation(pages + 3)[:pages]
+        slots = np.random.default_rng(2).permutation(pages + 2)[:pages]
+        self.pool = torch.full((pages + 2, 2, kv_heads, PAGE, dim), float("nan"), device=DEVICE, dtype=dtype)
+        self.host = torch.full((pages + 3, 1, 2, kv_heads, PAGE, dim), float("nan"), dtype=dtype)
+        if CUDA:
+            self.host = self.host.pin_memory()
+        self.slot_of = np.full(pages + 3, -1)
+        for page in range(pages):
+            self.host[self.ids[page], 0] = self.kv[page].cpu()
+            if page not in cold:
+                self.slot_of[self.ids[page]] = slots[page]
+                self.pool[slots[page]] = self.kv[page]
+        self.q = torch.randn(tokens, heads, dim, device=DEVICE)
+        self.turns = Turns.of(self.rope, pages + 1)
+
+    def reference(self, window: list[int], compact: bool) -> torch.Tensor:
+        distance = np.arange(len(window), 0, -1) if compact else self.past - np.asarray(window, dtype=np.int64)
+        own = np.arange(self.past, self.past + self.own)
+        partial = PartialAttention(self.rope, self.q, self.kv_heads)
+        kv = self.kv[torch.tensor([*window, *own])].float()
+        where = np.concatenate([distance, self.past - own]).astype(np.int64)
+        partial.add(kv, where, len(window) * PAGE + self.first)
+        return partial.result()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("dim", "heads", "kv_heads", "tokens", "first", "past"),
+    [
+        (64, 4, 2, 1, 5, 6),
+        (80, 2, 2, 1, 63, 3),
+        (96, 6, 2, 3, 0, 2),
+        (128, 8, 2, 7, 60, 3),
+        (256, 2, 1, 1, 0, 1),
+        (64, 3, 3, 1, 9, 0),
+    ],
+)
+@pytest.mark.parametrize("compact", [False, True])
+def test_paged_attention_is_the_reference(dim, heads, kv_heads, tokens, first, past, dtype, compact):
+    cold = {0, past - 1} if past else set()
+    scene = Scene(dim, heads, kv_heads, tokens, first, past, dtype, cold)
+    window = [page for page in range(past) if page % 3 != 1]
+    attention = PagedAttention(heads, kv_heads, dim, 8, DEVICE, 8)
+    counters = torch.zeros(g.COUNTERS, dtype=torch.int64, device=DEVICE)
+    for pages in (None, window):
+        seen = list(range(past)) if pages is None else pages
+        state = geometry(PAST=past, FIRST=first, OWN=scene.own, WINDOW=len(seen))
+        out = attention(
+            scene.q,
+            scene.pool,
+            scene.host[:, 0],
+            ints(scene.slot_of),
+            ints(scene.ids),
+            None if pages is None else ints([*pages, 0]),
+            state,
+            scene.turns,
+            counters,
+            scene.rope.score_scale,
+            compact,
+            torch.float32,
+        )
+        torch.testing.assert_close(out, scene.reference(seen, compact), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    met = sum(page in cold for page in range(past)) + sum(page in cold for page in window)
+    assert int(counters[g.STREAMED]) == met
+
+
+@pytest.mark.parametrize("dim", [64, 80, 128])
+def test_page_scores_and_closed_codes_are_the_reference(dim):
+    heads, kv_heads, past, tokens = 4, 2, 7, 2
+    scene = Scene(dim, heads, kv_heads, tokens, 0, past, torch.bfloat16)
+    codes = torch.zeros(1, past + 10, kv_heads, PAGE, dim // 2, dtype=torch.uint8, device=DEVICE)
+    scales = torch.zeros(1, past + 10, kv_heads, PAGE, device=DEVICE)
+    ids = torch.tensor(scene.ids[:past], device=DEVICE)
+    slots = torch.tensor(scene.slot_of[scene.ids[:past]], device=DEVICE)[None]
+    triton_pages.close_pages(scene.pool[None], slots, ids, codes, scales)
+    expected, sizes = encode_keys(scene.kv[:past, 0])
+    assert torch.equal(codes[0, ids], pack_codes(expected)) and torch.equal(scales[0, ids], sizes)
+
+    lse = triton_score.make_lse(tokens, heads, kv_heads, past + 4, DEVICE)
+    order = ints(np.zeros(past + 4))
+    state = geometry(PAST=past, FARTHEST=4)
+    triton_score.page_lse(
+        scene.q, codes[0], scales[0], ints(scene.ids), state, scene.turns, scene.rope.score_scale, lse, order, 4
+    )
+    distance = np.minimum(np.arange(past, 0, -1), 4)
+    wanted = page_lse(scene.rope, scene.q, expected.to(torch.bfloat16), distance, sizes)
+    torch.testing.assert_close(lse[:, : tokens * heads // kv_heads, :past], wanted, atol=2e-2, rtol=2e-3)
+    assert (order[:past] == int(triton_score.UNRANKED)).all() and (order[past:] == 0).all()
+
+
+def scored(lse: torch.Tensor) -> np.ndarray:
+    return mass(lse.double()).cpu().numpy()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_ranks_and_plan_choose_what_the_reference_chooses(seed):
+    random = np.random.default_rng(seed)
+    kv_heads, rows, past, capacity = int(random.integers(1, 5)), int(random.integers(1, 4)), 90 + seed, 110
+    slots, budget, neighbors = 64, int(random.integers(1, 24)), seed % 3
+    lse = torch.full((kv_heads, 16, capacity), float("nan"), device=DEVICE)
+    lse[:, :rows, :past] = torch.tensor(random.normal(size=(kv_heads, rows, past)) * 3, device=DEVICE)
+    always = np.zeros(past, dtype=bool)
+    always[:2] = always[-3:] = True
+    excluded = np.zeros(past, dtype=bool)
+    excluded[10:13] = True
+    eligible = ~always & ~excluded
+    lexical = np.where(random.random(past) < 0.1, random.random(past), 0.0)
+    quota = budget // 4
+    held = np.flatnonzero(eligible & (random.random(past) < 0.2))
+    shared = {"neighbors": neighbors, "lexical": lexical, "lexical_quota": quota}
+    taken = choose(None, eligible, budget, **shared).pages
+    wanted = choose(scored(lse[:, :rows, :past]), eligible, budget, held=held, **shared)
+
+    role = np.full(capacity, g.HIDDEN)
+    role[:past][eligible], role[:past][always] = g.CANDIDATE, g.ALWAYS
+    role[taken] = g.TAKEN
+    why = np.zeros(capacity)
+    why[held] = g.KEY
+    role, why = (torch.tensor(x, device=DEVICE).to(torch.uint8) for x in (role, why))
+    order = ints(np.where(np.arange(capacity) < past, 2**30, 7))
+    pages = capacity + 5
+    ids = random.permutation(pages)[:capacity]
+    tables = random_tables(random, pages, slots, ids[:past], tick=9)
+    before = {name: getattr(tables, name).clone() for name in ("slot_of", "page_in", "last_used")}
+    out = triton_select.Plan(ints(np.zeros(capacity)), ints(np.zeros(slots)), ints(np.zeros(64)), ints([0]))
+    state = geometry(PAST=past, LEFT=budget - len(taken), DEPTH=min(budget, int(eligible.sum())), TICK=9)
+    counters = torch.zeros(g.COUNTERS, dtype=torch.int64, device=DEVICE)
+    triton_select.rank(lse, why, role, order, state, rows, HYSTERESIS)
+    triton_select.plan(order, role, why, ints(ids), tables, out, state, counters, kv_heads, neighbors, budget, True)
+
+    window = np.sort(np.concatenate([wanted.pages, np.flatnonzero(always)]))
+    assert out.window[: len(window)].tolist() == window.tolist()
+    assert np.flatnonzero(why.cpu().numpy()[:past]).tolist() == wanted.pages.tolist()
+    check_claims(before, tables, out, ids[window], 9)
+    assert int(counters[g.FETCHED]) == int(out.missing)
+
+
+def random_tables(random, pages: int, slots: int, mine: np.ndarray, tick: int) -> triton_select.Tables:
+    page_in = np.full(slots, -1)
+    filled = random.permutation(slots)[: slots - 3]
+    page_in[filled] = random.permutation(pages)[: len(filled)]
+    slot_of = np.full(pages, -1)
+    slot_of[page_in[filled]] = filled
+    pinned = np.zeros(pages)
+    pinned[random.permutation(np.setdiff1d(np.arange(pages), mine))[:2]] = 1
+    last_used = random.integers(0, tick, slots)
+    return triton_select.Tables(
+        ints(slot_of), ints(page_in), ints(last_used), torch.tensor(pinned, device=DEVICE).to(torch.uint8)
+    )
+
+
+def check_claims(before, tables, out, wanted: np.ndarray, tick: int) -> None:
+    """Every wanted page is resident, each slot holds one page, and victims were the least recently used."""
+    slot_of, page_in, used = (getattr(tables, name).cpu().numpy() for name in ("slot_of", "page_in", "last_used"))
+    assert (slot_of[wanted] >= 0).all() and (used[slot_of[wanted]] == tick).all()
+    full = np.flatnonzero(page_in >= 0)
+    assert (slot_of[page_in[full]] == full).all() and (slot_of >= 0).sum() == len(full)
+    missing = int(out.missing)
+    misses, places = out.misses[:missing].tolist(), out.places[:missing].tolist()
+    assert [int(slot_of[page]) for page in misses] == places
+    old = {name: table.cpu().numpy() for name, table in before.items()}
+    age = np.where(old["page_in"] < 0, -1, old["last_used"])
+    locked = (old["page_in"] >= 0) & (tables.pinned.cpu().numpy()[np.maximum(old["page_in"], 0)] != 0)
+    resident = old["slot_of"][wanted]
+    age[resident[resident >= 0]] = tick
+    free = np.flatnonzero((age != tick) & ~locked)
+    assert places == free[np.argsort(age[free], kind="stable")][:missing].tolist()
+
+
+def test_without_scores_the_window_is_what_is_always_seen_and_what_was_taken():
+    role = torch.tensor([3, 1, 2, 0, 1, 3], dtype=torch.uint8, device=DEVICE)
+    tables = triton_select.Tables(
+        ints([-1] * 6), ints([-1] * 4), ints([0] * 4), torch.zeros(6, dtype=torch.uint8, device=DEVICE)
+    )
+    out = triton_select.Plan(ints([0] * 6), ints([0] * 4), ints([0] * 4), ints([0]))
+    why = torch.zeros(6, dtype=torch.uint8, device=DEVICE)
+    counters = torch.zeros(g.COUNTERS, dtype=torch.int64, device=DEVICE)
+    triton_select.plan(
+        ints([0] * 6),
+        role,
+        why,
+        ints(range(6)),
+        tables,
+        out,
+        geometry(PAST=6, LEFT=3, TICK=1),
+        counters,
+        2,
+        1,
+        4,
+        False,
+    )
+    assert out.window[:3].tolist() == [0, 2, 5] and int(out.missing) == 3
+
+
+def test_opened_pages_take_free_then_oldest_slots_and_are_zero():
+    layers, slots, pages = 2, 6, 9
+    pool = torch.full((layers, slots, 2, 1, PAGE, 16), float("nan"), device=DEVICE)
+    page_in = np.array([[0, 1, 2, 3, -1, 4], [4, 3, 2, 1, 0, -1]])
+    slot_of = np.full((layers, pages), -1)
+    for layer in range(layers):
+        for slot, page in enumerate(page_in[layer]):
+            if page >= 0:
+                slot_of[layer, page] = slot
+    pinned = torch.zeros(pages, dtype=torch.uint8, device=DEVICE)
+    pinned[0] = 1
+    tables = triton_select.Tables(ints(slot_of), ints(page_in), ints([[1, 2, 3, 1, 0, 5]] * 2), pinned)
+    triton_select.open_pages(ints([7, 8]), pool, tables, ints(np.zeros((layers, 8))), geometry(TICK=6))
+    assert tables.page_in.tolist() == [[0, 1, 2, 8, 7, 4], [8, 3, 2, 1, 0, 7]]
+    assert tables.slot_of[:, 7].tolist() == [4, 5] and tables.slot_of[:, 8].tolist() == [3, 0]
+    assert int(tables.slot_of[0, 3]) == -1 and int(tables.slot_of[1, 4]) == -1
+    assert (pool[0, [3, 4]] == 0).all() and (pool[1, [0, 5]] == 0).all() and pool[0, 0].isnan().all()
+
+
+@pytest.mark.parametrize("dim", [64, 80])
+def test_appended_tokens_are_rotated_and_stored_where_they_belong(dim):
+    heads, kv_heads, tokens, first = 4, 2, 5, 62
+    scene = Scene(dim, heads, kv_heads, tokens, first, 2, torch.bfloat16)
+    fused = torch.randn(tokens, (heads + 2 * kv_heads) * dim, device=DEVICE).to(torch.bfloat16)
+    q, k, v = fused.view(tokens, -1, dim).split([heads, kv_heads, kv_heads], 1)
+    turned = torch.empty(tokens, heads, dim, device=DEVICE)
+    offsets = scene.rope.cos_sin(torch.arange(2 * PAGE, device=DEVICE))
+    state = geometry(PAST=2, FIRST=first)
+    triton_pages.append(q, k, v, turned, scene.pool, ints(scene.slot_of), ints(scene.ids), state, offsets)
+    rows = torch.arange(first, first + tokens, device=DEVICE)
+    torch.testing.assert_close(turned, rotate(q.float(), *scene.rope.cos_sin(rows)), atol=1e-5, rtol=1e-5)
+    keys = rotate(k, *scene.rope.cos_sin(rows % PAGE))
+    for index, row in enumerate(rows.tolist()):
+        slot = scene.slot_of[scene.ids[2 + row // PAGE]]
+        torch.testing.assert_close(scene.pool[slot, 0, :, row % PAGE], keys[index], atol=1e-2, rtol=1e-2)
+        assert torch.equal(scene.pool[slot, 1, :, row % PAGE], v[index])
+
+
+def test_bytes_survive_the_way_to_the_host_and_back():
+    layers, slots, pages = 2, 5, 7
+    pool = torch.randn(layers, slots, 2, 2, PAGE, 16, device=DEVICE).to(torch.bfloat16)
+    host = torch.zeros(pages, layers, 2, 2, PAGE, 16, dtype=torch.bfloat16)
+    host = host.pin_memory() if CUDA else host
+    where = torch.tensor([[3, 1], [0, 4]], device=DEVICE)
+    triton_pages.store_pages(pool, host, where, torch.tensor([6, 2], device=DEVICE), 3)
+    if CUDA:
+        torch.cuda.synchronize()
+    for layer, page, slot in ((0, 6, 3), (0, 2, 1), (1, 6, 0), (1, 2, 4)):
+        assert torch.equal(host[page, layer], pool[layer, slot].cpu())
+    back = torch.zeros_like(pool[1])
+    triton_pages.gather(host[:, 1], back, ints([2, 6, 0]), ints([1, 3, 2]), ints([2]), 4)
+    assert torch.equal(back[1], pool[1, 4]) and torch.equal(back[3], pool[1, 0]) and not back[2].any()
+
+
+@pytest.mark.parametrize("dim", [64, 80])
+def test_staged_pages_are_rotated_to_the_chunk_and_cold_ones_come_from_the_host(dim):
+    scene = Scene(dim, 2, 2, 1, 0, 4, torch.float32, cold=(1, 3))
+    pages = torch.tensor(scene.ids[:4], device=DEVICE)
+    slots = torch.tensor(scene.slot_of[scene.ids[:4]], device=DEVICE)
+    distance = torch.tensor([4, 3, 2, 1], device=DEVICE)
+    keys, values = (torch.empty(2, 4 * PAGE, dim, device=DEVICE) for _ in range(2))
+    triton_pages.stage(scene.pool, scene.host[:, 0], slots, pages, distance, scene.turns, keys, values, 3)
+    plain = scene.kv[:4, 0].reshape(4, 2 * PAGE, dim)
+    wanted = rotate(plain, *scene.rope.page_turns(-distance.cpu().numpy())).view(4, 2, PAGE, dim)
+    torch.testing.assert_close(keys.view(2, 4, PAGE, dim), wanted.transpose(0, 1), atol=1e-5, rtol=1e-5)
+    assert torch.equal(values.view(2, 4, PAGE, dim), scene.kv[:4, 1].transpose(0, 1))
+
+
+def test_the_passes_between_the_products():
+    torch.manual_seed(3)
+    x, y = torch.randn(3, 200, device=DEVICE), torch.randn(3, 200, device=DEVICE)
+    w = torch.rand(200, device=DEVICE)
+    total, normed = triton_layers.add_rms_norm(x, y, w, 1e-5)
+    torch.testing.assert_close(total, x + y)
+    torch.testing.assert_close(normed, rms_norm(x + y, w, 1e-5))
+    torch.testing.assert_close(triton_layers.add_rms_norm(x, None, w, 1e-5)[1], rms_norm(x, w, 1e-5))
+    gate, up = x.chunk(2, -1)
+    torch.testing.assert_close(triton_layers.swiglu(x), torch.nn.functional.silu(gate) * up)
+    qkv = torch.randn(2, 7 * 80, device=DEVICE)
+    plain, a, b = qkv.clone().view(2, 7, 80), torch.rand(80, device=DEVICE), torch.rand(80, device=DEVICE)
+    triton_layers.head_norm(qkv, a, b, 3, 2, 1e-6)
+    got = qkv.view(2, 7, 80)
+    torch.testing.assert_close(got[:, :3], rms_norm(plain[:, :3], a, 1e-6))
+    torch.testing.assert_close(got[:, 3:5], rms_norm(plain[:, 3:5], b, 1e-6))
+    assert torch.equal(got[:, 5:], plain[:, 5:])
+    out, lse = torch.randn(3, 2, 80, device=DEVICE), torch.randn(3, 2, device=DEVICE)
+    more, other = torch.randn(3, 2, 80, device=DEVICE), torch.randn(3, 2, device=DEVICE)
+    share = torch.sigmoid(other - lse)[..., None]
+    wanted, both = out * (1 - share) + more * share, torch.logaddexp(lse, other)
+    triton_layers.merge_into(out, lse, more, other)
+    torch.testing.assert_close(out, wanted)
+    torch.testing.assert_close(lse, both)
