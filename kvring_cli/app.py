@@ -14,6 +14,7 @@ from kvring_cli.commands.chat import chat
 from kvring_cli.commands.gate import gate
 from kvring_cli.commands.inspect import inspect
 from kvring_cli.commands.pull import pull
+from kvring_cli.commands.receipt import receipt
 from kvring_cli.commands.run import run
 from kvring_cli.commands.serve import serve
 from kvring_cli.commands.smoke import smoke
@@ -33,6 +34,7 @@ for command in (run, chat, serve, pull, inspect, gate):
     app.command(no_args_is_help=True)(command)
 app.command()(smoke)
 app.command()(top)
+app.command()(receipt)
 app.add_typer(bench, name="bench")
 
 

@@ -55,28 +55,37 @@ def effective(resolved: Resolved) -> dict[str, dict[str, object]]:
 
 def start(resolved: Resolved, verbose: bool) -> Engine:
     """Load the model and reserve the tiers."""
+    from kvring_cli.receipt.record import Record
+
+    record = Record(resolved)
     with console.err().status(f"loading {resolved.config.model}"):
         from engine.engine import Engine
 
-        engine = Engine.load(resolved.config)
+        try:
+            engine = Engine.load(resolved.config)
+        except BaseException as error:
+            record.end(error)
+            raise
+    record.ready(engine, capacity_lines(engine))
     for note in engine.capacity.notes:
         console.say(f"note: {note}")
     if verbose:
-        _show_capacity(engine)
+        for line in capacity_lines(engine):
+            console.say(line, "dim")
     return engine
 
 
-def _show_capacity(engine: Engine) -> None:
+def capacity_lines(engine: Engine) -> list[str]:
+    """What the tiers hold, and how the window is shared out where the ring is on."""
     capacity, window = engine.capacity, engine.capacity.window
-    console.say(
+    lines = [
         f"capacity | context {capacity.context:,} tokens | KV {capacity.pool_pages * 64:,} tokens | "
         f"pages {capacity.pool_pages:,}/{capacity.logical_pages:,} | pool {format_bytes(capacity.pool_bytes)} | "
-        f"host {format_bytes(capacity.host_bytes)} | weights {format_bytes(capacity.weight_bytes)}",
-        "dim",
-    )
+        f"host {format_bytes(capacity.host_bytes)} | weights {format_bytes(capacity.weight_bytes)}"
+    ]
     if capacity.ring:
-        console.say(
+        lines.append(
             f"[ring] budgets: sink={window.sink}, selection={window.selection}, recent={window.recent}, "
-            f"free={window.free} (pool {window.pool})",
-            "dim",
+            f"free={window.free} (pool {window.pool})"
         )
+    return lines

@@ -17,6 +17,8 @@ from engine.engine import Engine
 from engine.model.load import LoadedModel, load_model
 from tests.models import phantom_folder
 
+os.environ["KVRING_RECORD"] = "0"  # tests start servers by the hundred; none is for a receipt
+
 
 @pytest.fixture(scope="session")
 def phantom() -> LoadedModel:

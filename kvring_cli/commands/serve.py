@@ -17,6 +17,7 @@ from kvring_cli.options import Flags, Model, Verbose, engine_options
 
 if TYPE_CHECKING:
     from engine.switches import Resolved
+    from kvring_cli.receipt.record import Record
     from kvring_cli.server.service import ServeSettings, Service
 
 _SERVER = "Server"
@@ -74,10 +75,12 @@ def serve(
     flags: Flags,
 ) -> None:
     """Serve a model over HTTP. A conversation's next turn computes its new tokens only."""
+    from kvring_cli.receipt.record import Record
     from kvring_cli.start import settle
 
     began = time.perf_counter()
     resolved = settle(model, flags, verbose)
+    record = Record(resolved)
     if strict and resolved.warnings:
         raise ConfigError(f"--strict: {resolved.warnings[0]}", "mend it, or leave --strict out")
     listener = _bind(host, port)
@@ -96,7 +99,11 @@ def serve(
         on_failure=on_failure,
     )
     source = "default" if default_max_tokens is None else "--default-max-tokens"
-    _serve(resolved, settings, listener, request_log, source, strict, began)
+    try:
+        _serve(resolved, settings, listener, request_log, source, strict, began, record)
+    except BaseException as error:
+        record.end(error)
+        raise
 
 
 def _serve(
@@ -107,6 +114,7 @@ def _serve(
     source: str,
     strict: bool,
     began: float,
+    record: Record,
 ) -> None:
     import uvicorn
 
@@ -122,7 +130,7 @@ def _serve(
             raise ConfigError(f"--strict: {engine.capacity.notes[0]}", "ask for what fits, or leave --strict out")
         return engine
 
-    service = Service(load, settings, RequestLog(request_log))
+    service = Service(load, settings, RequestLog(request_log, record.request))
     config = uvicorn.Config(make_app(service), log_config=None, lifespan="off", timeout_graceful_shutdown=5)
     server = uvicorn.Server(config)
     fatal: list[BaseException] = []
@@ -131,8 +139,10 @@ def _serve(
         engine = service.engine
         for note in engine.capacity.notes:
             console.say(f"note: {note}")
-        for line in ready_lines(engine, time.perf_counter() - began):
+        lines = ready_lines(engine, time.perf_counter() - began)
+        for line in lines:
             console.say(line)
+        record.ready(engine, lines)
         room = engine.capacity.context - 1
         clamped = f", clamped to what fits in the context: {room:,}" if room < settings.default_max_tokens else ""
         console.say(f"max_tokens where a request doesn't say | {settings.default_max_tokens:,} ({source}){clamped}")

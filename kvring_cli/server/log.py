@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,13 @@ if TYPE_CHECKING:
 
 
 class RequestLog:
-    """One line to stderr for each request that ended, and one to `file` if there is one. Never any content."""
+    """One line to stderr for each request that ended, and one to `file` if there is one. Never any content.
 
-    def __init__(self, file: str | None = None) -> None:
+    `keep` takes the line too.
+    """
+
+    def __init__(self, file: str | None = None, keep: Callable[[str], None] = lambda line: None) -> None:
+        self._keep = keep
         self._file = Path(file).open("a", encoding="utf-8") if file else None  # noqa: SIM115 (open as long as the server)
         self._turn = threading.Lock()
         self.observers: list[Any] = []
@@ -43,18 +48,22 @@ class RequestLog:
             f"select {recall.pages_selected:,} pages",
             f"host {recall.layer_pages_fetched:,} hits, {recall.bytes_fetched / MIB:,.0f} MiB",
         ]
-        console.say(" | ".join(fields))
+        self._say(" | ".join(fields))
         for warning in answer.warnings():
             console.warn(f"req#{answer.stream.job.number}: {warning}")
         self._write(answer, answer.finish)
 
     def failed(self, answer: Answer, code: str) -> None:
         job = answer.stream.job
-        console.say(
+        self._say(
             f"req#{job.number} {'cancelled' if code == 'cancelled' else 'failed'} | {answer.ask.form} | {code} | "
             f"prompt {len(answer.prepared.tokens):,} | output {job.generated:,}"
         )
         self._write(answer, code)
+
+    def _say(self, line: str) -> None:
+        console.say(line)
+        self._keep(line)
 
     def _write(self, answer: Answer, ending: str) -> None:
         job, result = answer.stream.job, answer.result
