@@ -105,7 +105,7 @@ class Engine:
 
     def count_tokens(self, prompt: str | Seq[Mapping[str, Any]], **template: Any) -> int:
         """Tokens of a raw text or of messages in the model's template."""
-        return len(_prepare.tokenize(self.model, prompt, self.config.query_tail, **template)[0])
+        return len(_prepare.tokenize(self.model, prompt, self.config.query_tail, **template).tokens)
 
     def prepare(
         self,

@@ -19,6 +19,16 @@ LONGEST_QUESTION = 4
 """A user's turn is the question if it is no longer than this many query tails; else its last tail is."""
 
 
+@dataclass(frozen=True)
+class Layout:
+    """A prompt's tokens, and the tokens [start, end) of its parts."""
+
+    tokens: list[int]
+    query: tuple[int, int]  # the question
+    system: int = 0  # where the system prompt ends
+    tools: tuple[int, int] = (0, 0)
+
+
 @dataclass
 class Prepared:
     """A request that was accepted. Used once."""
@@ -35,15 +45,13 @@ class Prepared:
     used: bool = field(default=False, repr=False)
 
 
-def tokenize(
-    model: LoadedModel, prompt: str | Sequence[Mapping[str, Any]], tail: int, **template: Any
-) -> tuple[list[int], tuple[int, int], int]:
-    """Tokens, the question's span, and where system prompt and tools end. A text is a raw prompt, without template."""
+def tokenize(model: LoadedModel, prompt: str | Sequence[Mapping[str, Any]], tail: int, **template: Any) -> Layout:
+    """A text is a raw prompt, without template."""
     if isinstance(prompt, str):
         if not prompt:
             raise RequestError("the prompt is empty", "ask something")
         tokens = model.tokenizer.encode(prompt)
-        return tokens, (max(0, len(tokens) - tail), len(tokens)), 0
+        return Layout(tokens, (max(0, len(tokens) - tail), len(tokens)))
     messages = list(prompt)
     if not messages or not any(str(message.get("content") or "").strip() for message in messages):
         raise RequestError("the prompt is empty", "give at least one message with content")
@@ -59,9 +67,13 @@ def tokenize(
     system = max(
         (encoded.spans[i][1] for i, m in enumerate(messages) if m.get("role") in ("system", "developer")), default=0
     )
-    if template.get("tools") and not system:
-        system = min(span[0] for span in encoded.spans)
-    return encoded.ids, (start, end), system if system < len(encoded.ids) else 0
+    total = len(encoded.ids)
+    return Layout(
+        encoded.ids,
+        (start, end),
+        system if system < total else 0,
+        encoded.tools if encoded.tools[0] < total else (0, 0),
+    )
 
 
 def prepare(
@@ -77,7 +89,8 @@ def prepare(
     check_sampling(sampling)
     notes: list[str] = []
     tail = config.query_tail if recall.query_tail is None else recall.query_tail
-    tokens, query, system = tokenize(model, prompt, tail, **template)
+    layout = tokenize(model, prompt, tail, **template)
+    tokens, query = layout.tokens, layout.query
     if recall.query_tail is not None:  # asked for by name: the tail counts, not the span
         query = (max(0, query[1] - tail), query[1])
     if not tokens:
@@ -91,7 +104,7 @@ def prepare(
     wanted = sampling.max_tokens
     if wanted is not None and wanted > room:
         notes.append(f"max_tokens lowered from {wanted:,} to {room:,}: the context of {capacity.context:,} ends there")
-    budget = _budget(capacity, system, notes)
+    budget = _budget(capacity, layout.system, layout.tools, notes)
     scorer = _one_of("scorer", recall.scorer or config.scorer, SCORERS)
     off = config.retrieve == "off"
     decode = _mode("decode", recall.decode or config.decode, off, notes)
@@ -130,22 +143,34 @@ def _longer(context: int, model: LoadedModel, config: EngineConfig) -> str:
     return f"shorten the prompt, or --max-context {context} or more"
 
 
-def _budget(capacity: Capacity, system: int, notes: list[str]) -> WindowBudget:
-    """The window's shares, the sink grown over system prompt and tool definitions as far as a quarter of the pool."""
+def _budget(capacity: Capacity, system: int, tools: tuple[int, int], notes: list[str]) -> WindowBudget:
+    """The window's shares: the sink grown over the system prompt, as far as a quarter of the pool, and tool definitions
+    kept wherever they stand, as far as half of it together."""
     window = capacity.window
-    wanted = -(-system // PAGE)
-    if not capacity.ring or wanted <= window.sink:
+    begin, end, wanted = tools[0] // PAGE, -(-tools[1] // PAGE), -(-system // PAGE)
+    if not capacity.ring or max(end, wanted) <= window.sink:
         return window
-    sink = max(window.sink, min(wanted, window.pool // 4, window.sink + window.recent - 2))
-    if sink < wanted:
+    half = max(window.sink, window.pool // 2)
+    sink = max(window.sink, min(wanted, window.pool // 4))
+    if sink + max(0, end - max(begin, sink)) > half:
+        sink = max(window.sink, min(sink, half - (end - begin)))
+    first = max(begin, sink)
+    kept = (first, first + min(end - first, half - sink)) if first < end else (0, 0)
+    if first < end and kept[1] < end:
         notes.append(
-            f"system prompt and tools take {wanted} pages; {sink} of them stay in the window, the rest is recalled "
+            f"tool definitions take {end - begin} pages; {kept[1] - begin} of them stay in the window, the rest is "
+            f"recalled (--kv-capacity {2 * (window.sink + end - begin) * PAGE} keeps all)"
+        )
+    seen = sink + max(0, min(kept[1], wanted) - kept[0])
+    if seen < wanted:
+        notes.append(
+            f"system prompt and tools take {wanted} pages; {seen} of them stay in the window, the rest is recalled "
             f"(--kv-capacity {4 * wanted * PAGE} keeps all)"
         )
-    grown = sink - window.sink
-    from_recent = min(grown, window.recent - 2)
+    grown = sink - window.sink + kept[1] - kept[0]
+    from_recent = -(-grown * window.recent // (window.recent + window.selection))
     return WindowBudget(
-        window.pool, sink, window.selection - (grown - from_recent), window.recent - from_recent, window.free
+        window.pool, sink, window.selection - (grown - from_recent), window.recent - from_recent, window.free, kept
     )
 
 

@@ -201,7 +201,7 @@ class Runner:
         step, own = frame.step, len(frame.own)
         if step.mode == "window":
             return span(frame.past, own, step.budget, 0).window(EMPTY.pages)
-        budget = min(step.recall.settings.budget, step.budget.pool - step.budget.free - step.budget.sink - own - 1)
+        budget = min(step.recall.settings.budget, step.budget.pool - step.budget.free - step.budget.always - own - 1)
         always = span(frame.past, own, step.budget, budget)
         farthest = step.budget.pool - own if self.compact else None
         chosen = step.recall.select(layer, q, turned, frame.ids[: frame.past], always, budget, farthest)

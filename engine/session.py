@@ -106,7 +106,7 @@ class Session:
         return self._stop.stopped
 
     def places(self) -> str:
-        """A letter for each page now: s sink, k selected, r recent, o open, w in the pool without a reason, . cold."""
+        """A letter for each page now: s sink or tools, k selected, r recent, o open, w else in the pool, . cold."""
         closed, budget = self.sequence.closed, self.prepared.budget
         resident = (self._runner.pool.slot_of[:, self.sequence.ids()] >= 0).any(axis=0)
         held, recent = set(self.recall.held), closed - budget.recent + 1
@@ -116,7 +116,9 @@ class Session:
                 return "o"
             if not resident[page]:
                 return "."
-            return "s" if page < budget.sink else "k" if page in held else "r" if page >= recent else "w"
+            if page < budget.sink or budget.kept[0] <= page < budget.kept[1]:
+                return "s"
+            return "k" if page in held else "r" if page >= recent else "w"
 
         return "".join(map(letter, range(len(self.sequence.pages))))
 

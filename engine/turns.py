@@ -126,7 +126,7 @@ class Turns:
         """Compute one step of the first phase; drop the phase when it is done."""
         phase, start = session.phases[0], session.sequence.length
         budget = self._share(session)
-        end = phase.step(start, budget.step_tokens if self._sharing else phase.size)
+        end = phase.step(start, budget.step_tokens if self._sharing else budget.longest_step)
         session.enter(phase, start, end)
         tokens = tuple(session.prepared.tokens[start:end])
         (logits,) = self._advance([self._input(session, tokens, phase.mode, rows, phase.observe)])

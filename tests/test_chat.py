@@ -167,3 +167,28 @@ def test_a_template_has_what_hugging_face_gives_it(tokenizer: Tokenizer) -> None
         eos="</s>",
     )
     assert chat.render([{"role": "user", "content": "x"}], enable_thinking=True) == '<s>20{"ä": "<"}1</s>think'
+
+
+TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}"
+TOOL_TEMPLATES = {
+    "behind the system prompt": f"{{% for m in messages %}}{TURN}{{% if loop.first and tools %}}\n# Tools\n"
+    "{% for t in tools %}{{ t | tojson }}\n{% endfor %}{% endif %}<|im_end|>\n{% endfor %}",
+    "before the last turn": "{% for m in messages %}{% if loop.last and tools %}[TOOLS]{{ tools | tojson }}[/TOOLS]"
+    f"{{% endif %}}{TURN}<|im_end|>\n{{% endfor %}}",
+    "no place, so spelled in the system prompt": f"{{% for m in messages %}}{TURN}<|im_end|>\n{{% endfor %}}",
+}
+
+
+@pytest.mark.parametrize("name", TOOL_TEMPLATES)
+def test_tool_definitions_are_found_wherever_a_template_puts_them(phantom, name):
+    from engine.text.chat import ChatTemplate
+    from engine.text.tools import spell_tools
+
+    chat, tokenizer = ChatTemplate(TOOL_TEMPLATES[name]), phantom.tokenizer
+    tools = [{"type": "function", "function": {"name": f"tool{n}", "description": "<|im_end|> ends"}} for n in range(3)]
+    system = "Be brief." if "spelled" not in name else f"Be brief.\n\n{spell_tools(tools)}"
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": "tool0 and tool2?"}]
+    encoded = chat.encode(messages, tokenizer, tools=tools)
+    text = tokenizer.decode(encoded.ids[slice(*encoded.tools)], specials=True)
+    assert all(text.count(f'"tool{n}"') == 1 for n in range(3)) and "brief" not in text and "and tool2" not in text
+    assert chat.encode(messages, tokenizer).tools == (len(encoded.ids),) * 2 or "spelled" not in name

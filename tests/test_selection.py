@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from engine.config import PAGE
 from engine.errors import ConfigError
-from engine.kv.budget import WindowBudget, share_window
+from engine.kv.budget import share_window
 from engine.kv.page import page_count
 from engine.ops.attention import PartialAttention, attend_reference, flash
 from engine.ops.rope import RopeConfig, Rotary
@@ -214,15 +214,31 @@ def test_token_scores_are_the_attention_mass_of_each_page():
     assert (mass(lse) - attention.amax((1, 2))).abs().max() < 1e-5
 
 
-def test_a_budget_for_a_grown_sink_still_adds_up():
+@given(st.integers(25, 300), st.integers(0, 40_000), st.integers(0, 20_000), st.integers(0, 20_000), st.integers(1, 8))
+def test_a_budget_for_a_long_system_prompt_and_tools_still_adds_up(pool, system, start, length, requests):
     from engine.kv.budget import Capacity
     from engine.prepare import _budget
 
-    window = WindowBudget(63, 4, 31, 24, 4)
-    capacity = Capacity(50_000, 782, 63, 782, True, window, 0, 0, 0, 0, 0)
-    for system in (0, 10, 300, 1000, 5000, 100_000):
-        notes: list[str] = []
-        grown = _budget(capacity, system, notes)
-        assert grown.sink + grown.selection + grown.recent + grown.free == 63
-        assert grown.sink >= min(-(-system // PAGE), 15) and grown.recent >= 2
-        assert bool(notes) == (-(-system // PAGE) > grown.sink)
+    window = share_window(pool, 256, 50, 1024, "auto")
+    capacity = Capacity(50_000, 782, pool, 782, True, window, 0, 0, 0, 0, 0)
+    notes: list[str] = []
+    tools = (start, start + length) if length else (0, 0)
+    grown = _budget(capacity, system, tools, notes)
+    assert grown.always + grown.selection + grown.recent + grown.free == pool and grown.always <= max(4, pool // 2)
+    assert grown.recent >= 2 and grown.selection >= 0
+    first, end = tools[0] // PAGE, -(-tools[1] // PAGE)
+    seen = set(range(grown.sink)) | set(range(*grown.kept))
+    if length and end - first <= pool // 2 - 4:
+        assert set(range(first, end)) <= seen
+    assert bool(notes) == (not set(range(first, end)) | set(range(-(-system // PAGE))) <= seen)
+    part = grown.part(min(requests, max(1, pool // 8)))
+    assert part.always + part.selection + part.recent + part.free == part.pool <= pool
+    assert part.kept == grown.kept and min(part.recent, part.free) >= 0
+    for budget, step in ((grown, grown.longest_step), (part, part.step_tokens)):
+        own = step // PAGE
+        selection = max(0, min(budget.selection, budget.pool - budget.free - budget.always - own - 1))
+        always = span(700, own, budget, selection)
+        assert not always.eligible()[slice(*budget.kept)].any()
+        visible = always.window(np.flatnonzero(always.eligible())[:selection]).tolist()
+        assert set(range(*budget.kept)) <= set(visible) and sorted(set(visible)) == visible
+        assert len(visible) + own <= budget.pool

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from engine.errors import HostFullError
+from engine.runner import Runner
 from kvring_cli.server import job
+from kvring_cli.server.blocks import from_anthropic, tools_of
 from tests.serving import scripted, served
 
 TOOLS = [
@@ -19,8 +23,12 @@ TOOLS = [
 CALL = '<tool_call>{{"name": "tool_{0}", "arguments": {{"path": "a/{0}"}}}}</tool_call>'
 
 
-def test_the_next_of_thirty_tool_turns_computes_its_own_tokens_only(phantom, words):
-    system = [{"type": "text", "text": words(1500, 1), "cache_control": {"type": "ephemeral"}}]
+@pytest.mark.slow
+def test_the_next_of_thirty_tool_turns_computes_its_own_tokens_only_and_tools_are_always_seen(
+    phantom, words, monkeypatch
+):
+    """40 tools behind a system prompt of 20,000 tokens, which is longer than the pool."""
+    system = [{"type": "text", "text": words(20_000, 1), "cache_control": {"type": "ephemeral"}}]
     messages = [{"role": "user", "content": "Mend the bug."}]
 
     def result(id, text):
@@ -30,9 +38,9 @@ def test_the_next_of_thirty_tool_turns_computes_its_own_tokens_only(phantom, wor
         use = {"type": "tool_use", "id": f"toolu_{n}", "name": f"tool_{n}", "input": {"path": f"a/{n}"}}
         messages += [{"role": "assistant", "content": [use]}, result(use["id"], words(40, n))]
     body = {"model": "phantom", "max_tokens": 60, "system": system, "tools": TOOLS, "kvring": {"prefill": "window"}}
-    shares = []
+    shares, seen = [], windows_seen(monkeypatch)
     with (
-        served(phantom, max_context=16384, kv_capacity=70 * 64) as live,
+        served(phantom, max_context=32768, kv_capacity=140 * 64, prefill_chunk=512) as live,
         scripted(live, CALL.format(1), CALL.format(2)),
     ):
         for _ in range(2):
@@ -43,8 +51,29 @@ def test_the_next_of_thirty_tool_turns_computes_its_own_tokens_only(phantom, wor
             usage = answer["usage"]
             shares.append(usage["cache_read_input_tokens"] / (usage["cache_read_input_tokens"] + usage["input_tokens"]))
             messages += [{"role": "assistant", "content": answer["content"]}, result(call["id"], words(40, 99))]
-    assert answer["kvring"]["over_pool"]
+        prompt = from_anthropic(system, messages[:1], tools_of(TOOLS, None)[0], live.engine)
+        text = live.engine.model.chat.render(prompt)
+        before, spelled = text[: text.index('"tool_0"')], text[text.index('"tool_0"') : text.rindex('"tool_39"')]
+        first, length = (len(live.engine.model.tokenizer.encode(part, bos=False)) for part in (before, spelled))
+    assert answer["kvring"]["over_pool"] and first > 20_000 and length > 2_000
     assert shares[0] == 0 and shares[1] >= 0.95
+    definitions = set(range(first // 64, (first + length) // 64 + 1))
+    behind = [(past, window) for past, window in seen if past > max(definitions)]
+    assert len(behind) > 100 and all(definitions <= window for _, window in behind)
+    assert any(len(window) < past for past, window in behind)
+
+
+def windows_seen(monkeypatch):
+    """Of every step in every layer: how many pages lie before it, and which of them it sees."""
+    seen, real = [], Runner._window
+
+    def watching(self, frame, layer, q, turned):
+        window = real(self, frame, layer, q, turned)
+        seen.append((frame.past, set(window.tolist())))
+        return window
+
+    monkeypatch.setattr(Runner, "_window", watching)
+    return seen
 
 
 def test_tools_stay_in_the_window_of_a_prompt_over_the_pool(phantom, words):

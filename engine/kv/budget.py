@@ -32,27 +32,43 @@ class Memory:
 
 @dataclass(frozen=True)
 class WindowBudget:
-    """Pages of the pool by purpose: sink + selection + recent + free = pool. The open page counts as recent."""
+    """Pages of the pool by purpose: sink + kept + selection + recent + free = pool. The open page counts as recent.
+
+    `kept`: logical pages [first, end) behind the sink that are always seen too: tool definitions.
+    """
 
     pool: int
     sink: int
     selection: int
     recent: int
     free: int
+    kept: tuple[int, int] = (0, 0)
+
+    @property
+    def always(self) -> int:
+        """Pages that are always seen, the recent ones left out."""
+        return self.sink + self.kept[1] - self.kept[0]
 
     def part(self, requests: int) -> WindowBudget:
-        """One request's fair share while `requests` of them are active."""
+        """One request's fair share while `requests` of them are active. What is kept is kept whole, on top of it."""
         if requests <= 1:
             return self
-        pool = self.pool // requests
-        sink, free = min(self.sink, pool // 4), min(self.free, pool // 8)
-        selection = self.selection * pool // self.pool
-        return WindowBudget(pool, sink, selection, pool - sink - selection - free, free)
+        share = self.pool // requests
+        sink, free = min(self.sink, share // 4), min(self.free, share // 8)
+        kept = self.kept[1] - self.kept[0]
+        pool = min(share + kept, self.pool * 3 // 4) if kept else share
+        selection = self.selection * share // self.pool
+        return WindowBudget(pool, sink, selection, pool - sink - kept - selection - free, free, self.kept)
+
+    @property
+    def longest_step(self) -> int:
+        """Tokens that one step can add at all, beside what is always seen, one recent and the working pages."""
+        return max(1, self.pool - self.always - self.free - 1) * PAGE
 
     @property
     def step_tokens(self) -> int:
-        """Tokens that one step may add: its own pages take at most half of what sink and working pages leave."""
-        return max(1, (self.pool - self.sink - self.free - 2) // 2) * PAGE
+        """Tokens that one step may add: its own pages take at most half of what is left of the pool."""
+        return max(1, (self.pool - self.always - self.free - 2) // 2) * PAGE
 
 
 @dataclass(frozen=True)

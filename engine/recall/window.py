@@ -15,25 +15,24 @@ from engine.kv.budget import WindowBudget
 
 @dataclass(frozen=True)
 class Span:
-    """Logical pages that are always seen: [0, sink) and [recent, past); those between are the candidates."""
+    """Logical pages that are always seen: [0, sink), `kept` and [recent, past); the others are the candidates."""
 
     sink: int
     recent: int
     past: int
-
-    @property
-    def candidates(self) -> int:
-        return self.recent - self.sink
+    kept: tuple[int, int] = (0, 0)  # [first, end), between sink and recent
 
     def eligible(self) -> np.ndarray:
         """bool [past]"""
         mask = np.zeros(self.past, dtype=bool)
         mask[self.sink : self.recent] = True
+        mask[slice(*self.kept)] = False
         return mask
 
     def window(self, selected: np.ndarray) -> np.ndarray:
-        """Logical pages in order: sink, selected, recent. int64 [n]."""
-        return np.concatenate([np.arange(self.sink), selected, np.arange(self.recent, self.past)]).astype(np.int64)
+        """Logical pages in order: sink, kept and selected ones, recent. int64 [n]."""
+        between = np.sort(np.concatenate([np.arange(*self.kept), selected])) if self.kept[1] else selected
+        return np.concatenate([np.arange(self.sink), between, np.arange(self.recent, self.past)]).astype(np.int64)
 
 
 def fits(past: int, own: int, pool: int) -> bool:
@@ -47,6 +46,7 @@ def span(past: int, own: int, budget: WindowBudget, selection: int) -> Span:
     A chunk longer than the recent share takes from it first and from the selection's share last.
     """
     sink = min(budget.sink, past)
-    room = budget.pool - budget.free - sink - own - selection
-    recent = max(1, min(budget.recent - 1, room))
-    return Span(sink, max(sink, past - recent), past)
+    room = budget.pool - budget.free - sink - (budget.always - budget.sink) - own - selection
+    first_recent = max(sink, past - max(1, min(budget.recent - 1, room)))
+    first, end = (min(max(page, sink), first_recent) for page in budget.kept)
+    return Span(sink, first_recent, past, (first, end) if first < end else (0, 0))

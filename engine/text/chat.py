@@ -24,13 +24,15 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.errors import ModelError, RequestError
 from engine.text.tokenizer import Tokenizer
+from engine.text.tools import spell_tools
 
 Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """A rendered conversation. spans[i] = the tokens [start, end) that hold message i's content.
+    """A rendered conversation. spans[i] = the tokens [start, end) that hold message i's content; `tools`: those that
+    hold the tool definitions, (n, n) without any.
 
     A token that covers a piece of the content counts as holding it. A content that the template left out, or changed
     beyond recognition, has the empty span (n, n) at the end.
@@ -38,6 +40,7 @@ class Encoded:
 
     ids: list[int]
     spans: list[tuple[int, int]]
+    tools: tuple[int, int]
 
 
 class ChatTemplate:
@@ -109,9 +112,41 @@ class ChatTemplate:
         except RequestError:
             skeleton = ""
         places = _locate(rendered, contents, skeleton, mark[2])
+        places.append(self._place_of_tools(rendered, safe, safe_tools, arguments))
         ids, starts, ends = _encode_around(rendered, mark, specials, tokenizer)
         spans = [(bisect_right(ends, start), bisect_left(starts, end)) for start, end in places]
-        return Encoded(ids, [(start, end) if start < end else (len(ids), len(ids)) for start, end in spans])
+        spans = [(start, end) if start < end else (len(ids), len(ids)) for start, end in spans]
+        return Encoded(ids, spans[:-1], spans[-1])
+
+    def _place_of_tools(
+        self, rendered: str, messages: list[Message], tools: list[Any], arguments: Mapping[str, Any]
+    ) -> tuple[int, int]:
+        """The characters that are there because of the tools: what differs without them, or their spelling as text."""
+        if not tools:
+            return len(rendered), len(rendered)
+        try:
+            bare = self.render(messages, **{**arguments, "tools": None})
+        except RequestError:
+            return len(rendered), len(rendered)
+        if bare == rendered:
+            spelled = spell_tools(tools)
+            start = rendered.find(spelled)
+            return (start, start + len(spelled)) if start >= 0 else (len(rendered), len(rendered))
+        start = _shared(bare, rendered)
+        end = _shared(bare[start:][::-1], rendered[start:][::-1])
+        return start, len(rendered) - end
+
+
+def _shared(first: str, second: str) -> int:
+    """Characters that both begin with."""
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _encode_around(

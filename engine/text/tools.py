@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,11 @@ INSTRUCTIONS = (
     "</tool_call>"
 )
 """Hermes' wording, for a model whose template has no place for tools."""
+
+
+def spell_tools(tools: Iterable[Mapping[str, Any]]) -> str:
+    """The definitions as text, one a line."""
+    return INSTRUCTIONS.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from engine.text.tools import INSTRUCTIONS
+from engine.text.tools import spell_tools
 from kvring_cli.server.errors import APIError, invalid
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def with_tools(
         return messages
     out = [_spelled(message) for message in messages]
     if tools:
-        text = INSTRUCTIONS.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+        text = spell_tools(tools)
         if out and out[0]["role"] == "system" and isinstance(out[0].get("content"), str):
             out[0] = {**out[0], "content": f"{out[0]['content']}\n\n{text}"}
         else:

@@ -23,8 +23,9 @@
                  "over_pool": 0, "over_pool_without_selection": 0, "layer_pages_fetched": ..., "bytes_fetched": ...}
     }
 
-Letters: s sink, k selected, r recent, o open, w in the pool without such a reason, `.` cold (host only). The picture
-is taken by the engine's thread between steps, so reading it costs the engine nothing; `age_seconds` says how old it is.
+Letters: s sink and tool definitions, k selected, r recent, o open, w in the pool without such a reason, `.` cold (host
+only). The picture is taken by the engine's thread between steps, so reading it costs the engine nothing; `age_seconds`
+says how old it is.
 """
 
 from __future__ import annotations
