@@ -222,6 +222,15 @@ class Engine:
         self._host.data[page].view(torch.uint8).view(-1)[0] ^= 1
         return page
 
+    def shuffle_checkpoints(self, seed: int) -> None:
+        """Let every checkpoint page hold another one's bytes, for the gate that must notice. Nothing mends it."""
+        with self._turn:
+            pages = self._prefix.pages()
+            order = torch.randperm(len(pages), generator=torch.Generator().manual_seed(seed))
+            self._host.data[pages] = self._host.data[torch.tensor(pages)[order]]
+            self._host.seal(pages)
+            self._runner.pool.drop(pages)
+
     def stats(self) -> dict[str, Any]:
         """Counters since the start and what is where now; plain numbers and strings."""
         runner = self._runner

@@ -5,26 +5,35 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from engine.config import EngineConfig
+from engine.config import PAGE, EngineConfig
 from engine.device import resolve_device, resolve_dtype, set_threads
 from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.model.load import LoadedModel, load_model
-from gates.haystack import Counter
+from gates.filler import Filler, text_filler
+from gates.haystack import TASKS, Counter, Document, build
+from gates.options import GateOptions
+from gates.verdict import Report
+
+ROOM = 1024  # tokens beyond a document: two questions, two answers
+SMALLEST_POOL = 28 * PAGE  # sink, a chunk of 1,024 tokens and a few pages to select
 
 Say = Callable[[str, float], None]
 """say(what, share done 0..1)"""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Context:
     config: EngineConfig
     model: LoadedModel
-    quick: bool
-    seeds: int
+    options: GateOptions
     say: Say
 
     def engine(self, **changes: object) -> Engine:
@@ -47,6 +56,35 @@ class Context:
             lambda messages: len(chat.encode(messages, tokenizer).ids),
         )
 
+    @cached_property
+    def filler(self) -> str | Filler:
+        """The user's own text, or prose."""
+        return read_haystack(self.options.haystack) if self.options.haystack else "prose"
+
+    def document(self, task: str, tokens: int, seed: int, **more: Any) -> Document:
+        """A document in prose or the user's text; a task that no fact table has asks keyed facts under its own name."""
+        seam = {"seam": PAGE} if task == "seam" else {}
+        kind = task if task in TASKS else "keyed"
+        try:
+            built = build(kind, tokens, self.counter, seed, filler=self.filler, **seam, **more)
+        except ValueError as error:
+            raise ConfigError(str(error), "--length with more tokens, or another --haystack") from None
+        return replace(built, task=task)
+
+    def fitted(self, tokens: int, report: Report, room: int = ROOM) -> int:
+        """`tokens`, or what the model was trained on where that is less and positions are true; said in the report."""
+        longest = self.model.config.trained_context - room
+        if self.config.positions == "compact" or tokens <= longest:
+            return tokens
+        report.notes.append(f"{longest:,} tokens instead of {tokens:,}: the model was trained on {longest + room:,}")
+        return longest
+
+    def pool(self, tokens: int, document: int) -> int:
+        """The user's pool, or `tokens`, or a quarter of a `document` that is too short for that to hide anything."""
+        if self.config.kv_capacity:
+            return self.config.kv_capacity
+        return tokens if tokens <= document // 2 else max(SMALLEST_POOL, document // 4 // PAGE * PAGE)
+
     def environment(self) -> dict[str, object]:
         """Settings that differ from the defaults, model, device, versions; neither user nor path."""
         default = EngineConfig(model="")
@@ -64,15 +102,37 @@ class Context:
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
             "prefill": self.prefill,
+            "seeds": list(self.options.seed_numbers),
+            "haystack": "own text" if self.options.haystack else "prose",
+            "kvring": _version(),
             "settings": changed,
         }
 
 
-def load_context(config: EngineConfig, *, quick: bool, seeds: int, say: Say) -> Context:
+def _version() -> str:
+    try:
+        return version("kvring")
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def read_haystack(path: str) -> Filler:
+    """A text file as filler; ConfigError where it can't be one. Its name is not kept: reports name no paths."""
+    try:
+        return text_filler(Path(path).read_text(encoding="utf-8"), "own text")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not UTF-8 text", "convert it, or give another file") from None
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read: {error.strerror}", "give a text file") from None
+    except ValueError:
+        raise ConfigError(f"{path} holds no text", "give a file with a few sentences or lines") from None
+
+
+def load_context(config: EngineConfig, options: GateOptions, say: Say) -> Context:
     """Load `config.model` (a path) once for a whole gate."""
     device = resolve_device(config.device)
     set_threads(config.threads)
     model = load_model(config.model, device, resolve_dtype(config.dtype, device, config.model))
     if model.chat is None:
         raise ConfigError(f"{model.name} has no chat template, which gates ask their questions in", "use a chat model")
-    return Context(config, model, quick, seeds, say)
+    return Context(config, model, options, say)

@@ -25,6 +25,9 @@ class Fact:
     question: str
     expected: str
 
+    def answered(self, text: str) -> bool:
+        return matches(text, self.expected)
+
 
 _MATCH_EDGE = r"(?<![0-9A-Za-z])(?<![0-9][.,]){}(?![0-9A-Za-z])(?![.,][0-9])"
 

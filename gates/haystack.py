@@ -80,8 +80,17 @@ class Document:
         turns[0] = {"role": "user", "content": f"{self.text}\n\n{turns[0]['content']}"}
         return turns
 
+    def trials(self) -> list[tuple[Fact, ...]]:
+        """Two turns each where the number of facts allows, else one."""
+        if len(self.asked) % 2:
+            return [(fact,) for fact in self.asked]
+        return list(zip(self.turn(1), self.turn(2), strict=True))
+
     def where(self, fact: Fact) -> Placed:
         return next(placed for placed in self.placed if placed.fact == fact)
+
+    def depth(self, fact: Fact) -> float:
+        return self.where(fact).depth
 
 
 def build(
@@ -106,7 +115,7 @@ def build(
     asked = len(depths) if depths is not None else asked
     for attempt in itertools.count():
         rng = Random(f"{task}/{seed}/{kind.name}/{attempt}")
-        facts, chosen = _draw(task, rng, tokens, asked, lines)
+        facts, chosen = _draw(task, rng, tokens, asked, lines, depths)
         units = _units(kind, rng, facts, tokens, count)
         if units is not None:
             break
@@ -121,7 +130,9 @@ def build(
     return Document(task, seed, kind.name, text, _locate(text, facts), tuple(order), total, tokens)
 
 
-def _draw(task: str, rng: Random, tokens: int, asked: int, lines: int) -> tuple[list[Fact], list[Fact]]:
+def _draw(
+    task: str, rng: Random, tokens: int, asked: int, lines: int, depths: Sequence[float] | None
+) -> tuple[list[Fact], list[Fact]]:
     """All facts in the order of the document, and those to ask for, in the same order."""
     if tokens < 40 * asked:
         raise ValueError(f"{asked} facts don't fit {tokens} tokens; ask fewer or allow {40 * asked}")
@@ -129,7 +140,12 @@ def _draw(task: str, rng: Random, tokens: int, asked: int, lines: int) -> tuple[
         facts = TASKS[task](rng, asked, set())
         return facts, facts
     facts = TASKS[task](rng, max(asked, min(lines, tokens // 24)), set())
-    return facts, [facts[index] for index in sorted(rng.sample(range(len(facts)), asked))]
+    if depths is None:
+        return facts, [facts[index] for index in sorted(rng.sample(range(len(facts)), asked))]
+    wanted = sorted(round(depth * (len(facts) - 1)) for depth in depths)
+    if len(set(wanted)) < len(wanted):
+        raise ValueError(f"{len(facts)} lines are too few for {asked} different ones at these depths")
+    return facts, [facts[index] for index in wanted]
 
 
 def _units(kind: Filler, rng: Random, facts: list[Fact], tokens: int, count: Counter) -> list[tuple[str, int]] | None:

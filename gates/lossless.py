@@ -25,7 +25,7 @@ def run(context: Context) -> Report:
     report = Report("lossless", environment=context.environment())
     device = context.model.transformer.device
     memories = ("pageable", "pinned") if device.type == "cuda" else ("pageable",)
-    dtypes = DTYPES[:2] if context.quick else DTYPES
+    dtypes = DTYPES[:2] if context.options.quick else DTYPES
     cases = [(dtype, memory) for dtype in dtypes for memory in memories]
     for index, (dtype, memory) in enumerate(cases):
         context.say(f"lossless: {dtype}, {memory}", index / len(cases))

@@ -6,187 +6,126 @@ one fact, keeps the answer, and asks for another: turn 2 goes through turn 1's c
 
 from __future__ import annotations
 
-import time
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
 
 from engine.config import RecallParams, SamplingParams
-from engine.engine import Engine
-from engine.result import Result
+from gates.arms import ArmSpec, Settings, blinding, excluding, instrument, plain, straddling
 from gates.context import Context
-from gates.haystack import GATE_TOKENS, Document, Fact, build, matches
-from gates.verdict import Arm, Check, Report
+from gates.frozen import Arms, Frozen, warnings_checked
+from gates.haystack import GATE_TOKENS, Document
+from gates.verdict import Check, Report
 
 POOL = 4032
 LARGER_POOL = 17_920
-ROOM = 1024  # tokens beyond the document: two questions, two answers
-ANSWER = 16  # tokens; the phantom's answers take about 7
 TASKS = ("keyed", "disjoint", "lines")
+SEAM = "seam"
+"""Keyed facts whose values begin two tokens before a page ends; only the following page has the rest."""
+
 TAIL_PAGES = 3
-"""Budget of the query-tail twins: one page and its neighbours. The question takes about 14 tokens; a tail of 16 finds
-48 of 48 pages first, one of 64 finds 34 and one of 256 finds 20, so the green twin is 16 and red is at most half."""
-
-Settings = Callable[[Fact], RecallParams]
-
-
-@dataclass(frozen=True)
-class ArmSpec:
-    name: str
-    kind: str
-    settings: Settings
-    tasks: tuple[str, ...] = TASKS
-    twin: str = ""
-    where: str = "pool"  # pool | larger | fitting: which engine
-    quick: bool = True
-    red: float = 0.25  # a control's hits up to this share are red: a value is guessed or left in a neighbour's keys
+"""Budget of the query-tail and seam twins: one page and its neighbours. The question takes about 14 tokens; a tail of
+16 finds 48 of 48 pages first, 64 finds 34 and 256 finds 20: the green twin is 16, and red is at most half."""
 
 
 def specs(prefill: str, excluded: Settings) -> list[ArmSpec]:
     """Every arm. `excluded` gives the settings that hide a fact's own pages from the selection."""
 
-    def plain(**changes: object) -> Settings:
-        return lambda fact: RecallParams(prefill=prefill, **changes)
+    def one_shot(**changes: object) -> Settings:
+        return plain(prefill, scorer="lexical", budget_pages=TAIL_PAGES, **changes)
 
-    def tail(tokens: int) -> Settings:
-        return plain(scorer="lexical", query_tail=tokens, budget_pages=TAIL_PAGES)
-
+    keyed, seam = ("keyed",), (SEAM,)
     return [
-        ArmSpec("dense", "dense", plain(decode="exact")),
-        ArmSpec("default", "positive", plain()),
-        ArmSpec("pool 17,920", "positive", plain(), where="larger", quick=False),
-        ArmSpec("fitting", "positive", plain(), where="fitting", quick=False),
-        ArmSpec("recall off", "control", plain(decode="window"), twin="default"),
-        ArmSpec("newest pages", "control", plain(control="newest"), twin="default", quick=False),
-        ArmSpec("random pages", "control", plain(control="random"), twin="default", quick=False),
-        ArmSpec("fact excluded", "control", excluded, twin="default"),
-        ArmSpec("scorer lexical", "control", plain(scorer="lexical"), ("disjoint",), twin="default"),
-        ArmSpec("token, 8 pages", "positive", plain(scorer="token", budget_pages=8), ("keyed",), quick=False),
+        ArmSpec("dense", "dense", plain(prefill, decode="exact")),
+        ArmSpec("default", "positive", plain(prefill)),
+        ArmSpec("pool 17,920", "positive", plain(prefill), TASKS, where="larger", quick=False),
+        ArmSpec("fitting", "positive", plain(prefill), TASKS, where="fitting", quick=False),
+        ArmSpec("recall off", "control", plain(prefill, decode="window"), TASKS, twin="default", warns=True),
+        ArmSpec("newest pages", "control", plain(prefill, control="newest"), TASKS, twin="default", quick=False),
+        ArmSpec("random pages", "control", plain(prefill, control="random"), TASKS, twin="default", quick=False),
+        ArmSpec("fact excluded", "control", excluded, TASKS, twin="default"),
+        ArmSpec("scorer lexical", "control", plain(prefill, scorer="lexical"), ("disjoint",), twin="default"),
+        ArmSpec("token, 8 pages", "positive", plain(prefill, scorer="token", budget_pages=8), keyed, quick=False),
         ArmSpec(
             "mean, 8 pages",
             "control",
-            plain(scorer="mean", budget_pages=8),
-            ("keyed",),
+            plain(prefill, scorer="mean", budget_pages=8),
+            keyed,
             twin="token, 8 pages",
             quick=False,
         ),
-        ArmSpec("lexical, tail 16", "positive", tail(16), ("keyed",), quick=False),
-        ArmSpec("lexical, tail 256", "control", tail(256), ("keyed",), twin="lexical, tail 16", quick=False, red=0.5),
+        ArmSpec("lexical, tail 16", "positive", one_shot(query_tail=16), keyed, quick=False),
+        ArmSpec(
+            "lexical, tail 256",
+            "control",
+            one_shot(query_tail=256),
+            keyed,
+            twin="lexical, tail 16",
+            quick=False,
+            red=0.5,
+        ),
+        ArmSpec("lexical, neighbours 1", "positive", one_shot(query_tail=16, neighbor_pages=1), seam),
+        ArmSpec(
+            "lexical, neighbours 0",
+            "control",
+            one_shot(query_tail=16, neighbor_pages=0),
+            seam,
+            twin="lexical, neighbours 1",
+        ),
     ]
 
 
 def run(context: Context, tokens: int = GATE_TOKENS, trials: int = 6) -> Report:
-    """The gate of spec/gates.md; `--quick`: one task, fewer trials and arms."""
-    tasks = ("keyed", "disjoint") if context.quick else TASKS
-    trials = 2 if context.quick else trials
-    report = Report("multi-needle", environment=context.environment())
-    report.environment["seeds"] = list(range(1, context.seeds + 1))
-    if context.config.retrieve == "off":
-        report.blinding_switches.append("NINFER_KV_RETRIEVE=0 (--retrieve off) turns recall off")
-    work = [(seed, task) for seed in range(1, context.seeds + 1) for task in tasks]
-    arms: dict[tuple[str, str], Arm] = {}
+    """The gate of spec/gates.md; `--quick`: fewer tasks, trials and arms."""
+    quick = context.options.quick
+    tasks = ("keyed", "disjoint", SEAM) if quick else (*TASKS, SEAM)
+    trials = min(trials, 2) if quick else trials
+    report = Report("multi-needle", environment=context.environment(), blinding_switches=blinding(context.config))
+    tokens = context.fitted(context.options.length or tokens, report)
+    work = [(seed, task) for seed in context.options.seed_numbers for task in tasks]
+    arms: Arms = {}
+    shares, seams = [], []
     for number, (seed, task) in enumerate(work):
-        document = build(task, tokens, context.counter, seed, asked=2 * trials)
-        _run_document(context, document, arms, lambda what, share, n=number: context.say(what, (n + share) / len(work)))
+
+        def say(what: str, share: float, number: int = number) -> None:
+            context.say(what, (number + share) / len(work))
+
+        size = tokens // 4 if task == SEAM and quick else tokens
+        document = context.document(task, size, seed, asked=2 * trials)
+        say(f"{task}: {document.tokens:,} tokens, prefill {context.prefill}", 0.0)
+        pools = {"pool": context.pool(POOL, document.tokens), "larger": LARGER_POOL, "fitting": document.tokens + 1024}
+        with Frozen(context, document, pools) as frozen:
+            chosen = specs(context.prefill, excluding(frozen.main, document, context.prefill))
+            chosen = [s for s in chosen if task in (s.tasks or (task,)) and (s.quick or not quick)]
+            if task == SEAM:
+                seams.append((straddling(frozen.main, document), len(document.asked)))
+            else:
+                shares.append(_shares(frozen, document, context.prefill))
+            frozen.run(chosen, arms, say)
     report.arms = list(arms.values())
-    report.checks = _instrument(report.arms)
+    on_seam, asked = (sum(column) for column in zip(*seams, strict=True))
+    report.checks = [
+        *instrument(report.arms),
+        *warnings_checked(arms),
+        Check("instrument, seam values", on_seam == asked, f"{on_seam} of {asked} lie across a page boundary"),
+        *_sources(sum(shares, Counter()), context.config.neighbor_pages),
+    ]
     return report.judge()
 
 
-def _run_document(context: Context, document: Document, arms: dict, say: Callable[[str, float], None]) -> None:
-    size = document.tokens + ROOM
-    pool = context.config.kv_capacity or POOL
-    main = context.engine(max_context=size, kv_capacity=pool)
-    engines = {"pool": main}
-    chosen = [
-        spec
-        for spec in specs(context.prefill, _excluding(main, document, context.prefill))
-        if document.task in spec.tasks and (spec.quick or not context.quick)
-    ]
-    say(f"{document.task}: {document.tokens:,} tokens, prefill {context.prefill}", 0.0)
-    try:
-        opening = RecallParams(prefill=context.prefill)
-        messages = document.messages(document.asked[0])
-        main.complete(main.prepare(messages, SamplingParams(max_tokens=1), opening))
-        for index, spec in enumerate(chosen):
-            say(f"{document.task}: {spec.name}", (1 + index) / (1 + len(chosen)))
-            if spec.where not in engines:
-                capacity = LARGER_POOL if spec.where == "larger" else size
-                engines[spec.where] = context.engine(max_context=size, kv_capacity=capacity)
-                engines[spec.where].adopt(main, main.prepare(messages, None, opening))
-            arm = arms.setdefault((document.task, spec.name), Arm(spec.name, document.task, spec.kind, twin=spec.twin))
-            run_arm(engines[spec.where], document, spec, arm)
-    finally:
-        for engine in engines.values():
-            engine.close()
+def _shares(frozen: Frozen, document: Document, prefill: str) -> Counter[str]:
+    """How often pages were selected for each reason while the first question was answered."""
+    prepared = frozen.main.prepare(
+        document.messages(document.asked[0]),
+        SamplingParams(max_tokens=8),
+        RecallParams(prefill=prefill, scorer="fused", explain=True),
+    )
+    found: Counter[str] = Counter()
+    for page in frozen.main.complete(prepared).pages:
+        found.update(page.steps)
+    return found
 
 
-def run_arm(engine: Engine, document: Document, spec: ArmSpec, arm: Arm) -> None:
-    """All trials of one arm on one document, added to `arm`."""
-    began = time.perf_counter()
-    hidden = []
-    for first, second in zip(document.turn(1), document.turn(2), strict=True):
-        said: list[tuple[Fact, str]] = []
-        for fact in (first, second):
-            prepared = engine.prepare(
-                document.messages(fact, said), SamplingParams(max_tokens=ANSWER), spec.settings(fact)
-            )
-            result = engine.complete(prepared)
-            said.append((fact, result.text))
-            count(arm, fact, result)
-            hidden.append(result.recall.hidden_pages)
-    engine.audit()
-    arm.hidden_pages = min([*hidden, *([arm.hidden_pages] if arm.seconds else [])])
-    arm.seconds += time.perf_counter() - began
-    arm.red_at_most = int(arm.trials * spec.red)
-
-
-def count(arm: Arm, fact: Fact, result: Result) -> None:
-    """Add one answer to the arm."""
-    hit = matches(result.text, fact.expected)
-    arm.trials += 1
-    arm.hits += hit
-    arm.outcomes.append(hit)
-    if not hit:
-        if not result.text.strip() or result.finish == "length":
-            arm.inconclusive += 1
-        else:
-            arm.silent_wrong += 1
-    arm.pages_selected += result.recall.pages_selected
-    arm.bytes_fetched += result.recall.bytes_fetched
-
-
-def _excluding(engine: Engine, document: Document, prefill: str) -> Settings:
-    """Settings that keep the pages of a fact's own tokens out of the selection."""
-    tokenizer, chat = engine.model.tokenizer, engine.model.chat
-    base = chat.encode(document.messages(document.asked[0]), tokenizer).spans[0][0]
-    offsets = tokenizer.encode_spans(document.text, specials=False)[1]
-    ends, starts = [end for _, end in offsets], [start for start, _ in offsets]
-
-    def settings(fact: Fact) -> RecallParams:
-        start, end = document.where(fact).span
-        span = (max(0, base + bisect_right(ends, start) - 4), base + bisect_left(starts, end) + 4)
-        return RecallParams(prefill=prefill, exclude_tokens=(span,))
-
-    return settings
-
-
-def _instrument(arms: list[Arm]) -> list[Check]:
-    """Pages hidden where the pool is smaller than the prompt and none where it is not; what recall lost and won."""
-    checks = []
-    dense = {arm.task: arm for arm in arms if arm.kind == "dense"}
-    for arm in arms:
-        if arm.name == "fitting":
-            ok, detail = arm.hidden_pages == 0, f"{arm.hidden_pages} pages hidden, none expected"
-        elif arm.name == "dense":
-            ok, detail = arm.hidden_pages == 0, f"{arm.hidden_pages} pages hidden from an exact pass"
-        elif arm.kind == "positive":
-            ok = arm.hidden_pages > 0 and arm.pages_selected > 0
-            lost, won = arm.against(dense[arm.task])
-            detail = (
-                f"{arm.hidden_pages} pages hidden, {arm.pages_selected} selected; against dense lost {lost}, won {won}"
-            )
-        else:
-            ok, detail = arm.hidden_pages > 0, f"{arm.hidden_pages} pages hidden"
-        checks.append(Check(f"instrument, {arm.label}", ok, detail))
-    return checks
+def _sources(found: Counter[str], neighbors: int) -> list[Check]:
+    """Each source of the fused scorer gets its share of the budget; a quota of zero would hide behind the other."""
+    wanted = ["key", "lexical", *(["neighbor"] if neighbors else [])]
+    detail = ", ".join(f"{name} {found[name]:,}" for name in wanted)
+    return [Check("instrument, fused selects by key and by word", all(found[name] for name in wanted), detail)]

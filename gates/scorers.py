@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from engine.config import SCORERS, EngineConfig, RecallParams, SamplingParams
-from gates.context import Say, load_context
+from gates.arms import ArmSpec, run_arm
+from gates.context import ROOM, Say, load_context
 from gates.haystack import GATE_TOKENS, build
-from gates.multi_needle import POOL, ROOM, TASKS, ArmSpec, run_arm
+from gates.multi_needle import POOL, TASKS
+from gates.options import GateOptions
 from gates.verdict import Arm
 
 BUDGETS = (4, 8, 16, 32)
@@ -14,7 +16,7 @@ POOL_WITH_ROOM = POOL + 64 * 4  # 32 selected pages beside sink, recent and work
 
 def table(config: EngineConfig, say: Say, *, seeds: int, tokens: int = GATE_TOKENS, trials: int = 6) -> list[Arm]:
     """One arm a scorer, task and budget, and `exact` as the ceiling; each over `seeds` documents of 2 x `trials`."""
-    context = load_context(config, quick=False, seeds=seeds, say=say)
+    context = load_context(config, GateOptions(seeds=seeds), say)
     arms: dict[tuple[str, str, int], Arm] = {}
     work = [(seed, task) for seed in range(1, seeds + 1) for task in TASKS]
     for number, (seed, task) in enumerate(work):

@@ -12,6 +12,7 @@ from engine.engine import Engine
 from engine.errors import ConfigError
 from gates.context import Say, load_context
 from gates.haystack import build
+from gates.options import GateOptions
 
 ROUNDS = 5
 DECODE = 128  # tokens
@@ -35,7 +36,7 @@ class Rate:
 
 def measure(config: EngineConfig, say: Say, *, tokens: int, peer: str | None) -> list[Rate]:
     """Prefill as the context's length asks, short-context decode (with `peer` beside it), and a second turn."""
-    context = load_context(config, quick=False, seeds=1, say=say)
+    context = load_context(config, GateOptions(), say)
     engine = context.engine(max_context=tokens + 1024)
     rates = [_decode(engine, config, say, peer)]
     document = build("keyed", tokens, context.counter, 1, asked=4)

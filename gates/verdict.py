@@ -4,8 +4,32 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 
-SCHEMA = "kvring.gate/1"
+from gates.interval import clopper_pearson
+
+SCHEMA = "kvring.gate/2"
 EXIT = {"PASS": 0, "FAIL": 1, "BLIND": 3, "WEAK MODEL": 4, "INCONCLUSIVE": 5}
+WORST_FIRST = ("FAIL", "BLIND", "WEAK MODEL", "INCONCLUSIVE", "PASS")
+
+
+def worst(reports: list[Report]) -> str:
+    """The verdict over several gates: the one that should worry most."""
+    return min((report.verdict for report in reports), key=WORST_FIRST.index)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One answered question."""
+
+    seed: int
+    tokens: int  # of the prompt
+    turn: int
+    depth: float  # 0..1: where the fact stands
+    expected: str
+    said: str
+    hit: bool
+    cut: bool = False  # a miss that was empty or ended by its length
+    strip: str = ""  # of a positive arm's miss: a letter a page (Engine's explain)
+    pages: tuple[int, ...] = ()  # those of the fact itself, where known
 
 
 @dataclass
@@ -15,18 +39,36 @@ class Arm:
     name: str
     task: str
     kind: str
-    hits: int = 0
-    trials: int = 0
-    silent_wrong: int = 0  # completed, non-empty answers without the expected value
-    inconclusive: int = 0  # empty, or cut by the length
+    outcomes: list[Outcome] = field(default_factory=list)  # in the order of asking
     hidden_pages: int = 0  # the fewest that a trial's last step did not see
     pages_selected: int = 0
     bytes_fetched: int = 0
     seconds: float = 0.0
     twin: str = ""  # the arm that differs in one setting only and must be green for this control to count
-    red_at_most: int = 0  # controls: hits up to here are red
+    red_share: float = 0.0  # controls: hits up to this share of the trials are red
+    settings: str = ""  # what was asked of the engine for this arm
     note: str = ""
-    outcomes: list[bool] = field(default_factory=list)  # by trial and turn, in the order of asking
+
+    @property
+    def hits(self) -> int:
+        return sum(outcome.hit for outcome in self.outcomes)
+
+    @property
+    def trials(self) -> int:
+        return len(self.outcomes)
+
+    @property
+    def inconclusive(self) -> int:
+        return sum(outcome.cut for outcome in self.outcomes)
+
+    @property
+    def silent_wrong(self) -> int:
+        """Completed, non-empty answers without the expected value."""
+        return sum(not outcome.hit and not outcome.cut for outcome in self.outcomes)
+
+    @property
+    def red_at_most(self) -> int:
+        return int(self.trials * self.red_share)
 
     @property
     def green(self) -> bool:
@@ -36,14 +78,23 @@ class Arm:
     def red(self) -> bool:
         return self.hits <= self.red_at_most and self.trials > 0
 
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Exact, 95 %."""
+        return clopper_pearson(self.hits, self.trials)
+
     def against(self, other: Arm) -> tuple[int, int]:
         """(lost, won): trials that `other` answered and this arm did not, and the reverse."""
-        pairs = list(zip(other.outcomes, self.outcomes, strict=True))
+        pairs = [(a.hit, b.hit) for a, b in zip(other.outcomes, self.outcomes, strict=True)]
         return pairs.count((True, False)), pairs.count((False, True))
 
     @property
     def label(self) -> str:
         return f"{self.task} {self.name}".strip()
+
+    def to_json(self) -> dict[str, object]:
+        derived = ("hits", "trials", "silent_wrong", "inconclusive", "red_at_most", "interval")
+        return {**asdict(self), **{name: getattr(self, name) for name in derived}}
 
 
 @dataclass(frozen=True)
@@ -65,6 +116,9 @@ class Report:
     checks: list[Check] = field(default_factory=list)
     environment: dict[str, object] = field(default_factory=dict)
     blinding_switches: list[str] = field(default_factory=list)  # settings of the user's that no positive arm survives
+    not_run: list[str] = field(default_factory=list)  # arms that need what this run doesn't have
+    notes: list[str] = field(default_factory=list)  # what a reader must know; judges nothing
+    seconds: float = 0.0
     verdict: str = ""
     reasons: list[str] = field(default_factory=list)
 
@@ -84,8 +138,11 @@ class Report:
             "verdict": self.verdict,
             "exit_code": self.exit_code,
             "reasons": self.reasons,
-            "arms": [asdict(arm) for arm in self.arms],
+            "seconds": round(self.seconds, 3),
+            "arms": [arm.to_json() for arm in self.arms],
             "checks": [asdict(check) for check in self.checks],
+            "not_run": self.not_run,
+            "notes": self.notes,
             "environment": self.environment,
         }
 
@@ -97,7 +154,7 @@ class Report:
             return "WEAK MODEL", [
                 f"{arm.label}: the model itself, seeing everything, finds {arm.hits} of {arm.trials}" for arm in weak
             ]
-        blind = [check.detail for check in self.checks if check.control and not check.ok]
+        blind = [f"{check.name}: {check.detail}" for check in self.checks if check.control and not check.ok]
         blind += [
             f"{arm.label}: stayed green, {arm.hits} of {arm.trials} (red is at most {arm.red_at_most})"
             for arm in self.arms
@@ -107,10 +164,11 @@ class Report:
             return "BLIND", blind
         positive = [arm for arm in self.arms if arm.kind == "positive"]
         failed = [f"{check.name}: {check.detail}" for check in self.checks if not check.ok]
-        for arm in positive:
-            missed = arm.trials - arm.hits - arm.inconclusive
-            if missed > 0 or arm.silent_wrong:
-                failed.append(f"{arm.label}: {arm.hits} of {arm.trials}, silent wrong {arm.silent_wrong}")
+        failed += [
+            f"{arm.label}: {arm.hits} of {arm.trials}, silent wrong {arm.silent_wrong}"
+            for arm in positive
+            if arm.silent_wrong
+        ]
         # A control beside a twin that is not green shows nothing; an answer that was only cut leaves it open (below).
         whole = {
             arm.label for arm in self.arms if arm.kind != "control" and arm.hits + arm.inconclusive == arm.trials > 0

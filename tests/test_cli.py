@@ -13,7 +13,7 @@ import kvring_cli.start
 from engine.errors import KVRingError
 from engine.switches import SETTINGS
 from gates import registry
-from gates.verdict import Arm, Check, Report
+from gates.verdict import Arm, Check, Outcome, Report
 from kvring_cli import console, strip
 from kvring_cli.app import call
 from kvring_cli.commands import gate
@@ -35,7 +35,7 @@ def settings(monkeypatch):
     def stop(resolved, verbose):
         raise Reached(resolved)
 
-    def stop_gate(name, config, **more):
+    def stop_gate(name, config, *more):
         raise Reached(type("Resolved", (), {"config": config}))
 
     monkeypatch.setattr(kvring_cli.start, "start", stop)
@@ -151,20 +151,21 @@ def test_a_damaged_model_is_refused_by_inspect(tmp_path, capsys):
 
 
 def test_the_gate_command_shows_the_table_and_exits_with_the_worst_verdict(monkeypatch, tmp_path, capsys):
+    hits = [Outcome(1, 42355, 1, 0.5, "48213", "48213", True)] * 12
     arms = [
-        Arm("default", "keyed", "positive", hits=12, trials=12, hidden_pages=604, bytes_fetched=3 << 20),
-        Arm("recall off", "keyed", "control", hits=12, trials=12, twin="default"),
+        Arm("default", "keyed", "positive", hits, hidden_pages=604, bytes_fetched=3 << 20),
+        Arm("recall off", "keyed", "control", hits, twin="default"),
     ]
     reports = {
         "fits": Report("fits", checks=[Check("24 pages", True, "difference 0")]),
         "multi-needle": Report("multi-needle", arms=arms),
     }
-    monkeypatch.setattr(registry, "run_gate", lambda name, config, **more: reports[name].judge())
+    monkeypatch.setattr(registry, "run_gate", lambda name, *more: reports[name].judge())
     file = tmp_path / "report.json"
     assert call(["gate", "fits", "multi-needle", "-m", str(tmp_path), "--json", str(file)]) == 3
     said = capsys.readouterr().out
     assert "12/12" in said and "604" in said and "3.0" in said and "ok  24 pages: difference 0" in said
-    assert said.rstrip().endswith("multi-needle: BLIND") and "fits: PASS" in said
+    assert "74-100" in said and "multi-needle: BLIND" in said.splitlines()[-1] and "fits: PASS" in said
     assert '"verdict": "BLIND"' in file.read_text()
     assert call(["gate", "fits", "-m", str(tmp_path), "--json", "/nope/x"]) == 1
     assert call(["gate", "--list"]) == 0 and "turns red" in capsys.readouterr().out

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from math import comb
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from gates.registry import GATES, run_gate
-from gates.verdict import Arm, Check, Report
+from gates.interval import clopper_pearson, sign_test
+from gates.options import GateOptions
+from gates.registry import GATES, known, run_gate
+from gates.verdict import Arm, Check, Outcome, Report
 from tests.models import phantom_folder
 
 
-def arm(name="default", kind="positive", hits=12, trials=12, **more):
-    return Arm(name, "keyed", kind, hits=hits, trials=trials, **more)
+def arm(name="default", kind="positive", hits=12, trials=12, cut=0, **more):
+    outcomes = [
+        Outcome(1, 42_355, 1, 0.5, "48213", "", index < hits, cut=hits <= index < hits + cut) for index in range(trials)
+    ]
+    return Arm(name, "keyed", kind, outcomes, **more)
 
 
 def verdict(*arms, checks=(), blinding=()):
@@ -29,13 +38,13 @@ def test_all_green_beside_red_controls_passes():
 
 
 def test_one_miss_fails():
-    assert verdict(DENSE, arm(hits=11, silent_wrong=1), OFF).exit_code == 1
+    assert verdict(DENSE, arm(hits=11), OFF).exit_code == 1
 
 
 def test_a_control_that_stays_green_is_blind_whatever_else_is_green():
     report = verdict(DENSE, arm(), arm("recall off", "control", hits=12, twin="default"))
     assert (report.verdict, report.exit_code) == ("BLIND", 3)
-    assert verdict(DENSE, arm(hits=3, silent_wrong=9), arm("recall off", "control", hits=12)).exit_code == 3
+    assert verdict(DENSE, arm(hits=3), arm("recall off", "control", hits=12)).exit_code == 3
 
 
 def test_a_weak_model_is_not_judged():
@@ -44,8 +53,8 @@ def test_a_weak_model_is_not_judged():
 
 
 def test_cut_answers_are_inconclusive_and_wrong_ones_are_not():
-    assert verdict(DENSE, arm(hits=10, inconclusive=2), OFF).exit_code == 5
-    assert verdict(DENSE, arm(hits=10, inconclusive=1, silent_wrong=1), OFF).exit_code == 1
+    assert verdict(DENSE, arm(hits=10, cut=2), OFF).exit_code == 5
+    assert verdict(DENSE, arm(hits=10, cut=1), OFF).exit_code == 1
 
 
 def test_a_control_counts_only_beside_its_green_twin():
@@ -72,9 +81,31 @@ def test_an_unknown_gate_is_refused_by_name():
         run_gate("nonsense", EngineConfig(model=""))
 
 
+def test_all_names_every_gate_once():
+    assert known(["fits", "all"]) == ["fits", *(name for name in GATES if name != "fits")]
+
+
+@given(trials=st.integers(1, 60), data=st.data())
+def test_the_interval_is_the_exact_one(trials, data):
+    """Oracle: the definition. At each bound, the tail beyond the hits has just 2.5 %."""
+    hits = data.draw(st.integers(0, trials))
+    low, high = clopper_pearson(hits, trials)
+    assert low <= hits / trials <= high
+
+    def chance(rate, counts):
+        return sum(comb(trials, k) * rate**k * (1 - rate) ** (trials - k) for k in counts)
+
+    assert low == 0.0 if hits == 0 else abs(chance(low, range(hits, trials + 1)) - 0.025) < 1e-6
+    assert high == 1.0 if hits == trials else abs(chance(high, range(hits + 1)) - 0.025) < 1e-6
+
+
+def test_losing_is_only_called_so_beyond_chance():
+    assert sign_test(0, 0) == 1.0 and sign_test(4, 0) == 0.0625 and sign_test(5, 0) < 0.05 < sign_test(5, 1)
+
+
 @pytest.mark.parametrize("name", sorted(GATES))
 def test_every_gate_passes_on_the_phantom_here(name):
-    report = run_gate(name, EngineConfig(model=str(phantom_folder())), quick=True)
+    report = run_gate(name, EngineConfig(model=str(phantom_folder())), GateOptions(quick=True))
     assert report.verdict == "PASS", report.reasons
     controls = [arm for arm in report.arms if arm.kind == "control"] + [c for c in report.checks if c.control]
     assert controls, "a gate without a control proves nothing"
@@ -82,10 +113,12 @@ def test_every_gate_passes_on_the_phantom_here(name):
 
 
 def test_recall_off_by_the_users_switch_turns_the_gate_red():
-    report = run_gate("multi-needle", EngineConfig(model=str(phantom_folder()), retrieve="off"), quick=True)
+    report = run_gate(
+        "multi-needle", EngineConfig(model=str(phantom_folder()), retrieve="off"), GateOptions(quick=True)
+    )
     assert report.exit_code == 1 and "NINFER_KV_RETRIEVE" in report.reasons[0]
     default = next(arm for arm in report.arms if arm.name == "default")
-    assert default.red and default.hidden_pages > 0 and default.pages_selected == 0
+    assert not default.hits and default.hidden_pages > 0 and default.pages_selected == 0
 
 
 def test_a_scorer_that_falls_back_to_the_newest_pages_is_caught(monkeypatch):
@@ -95,4 +128,4 @@ def test_a_scorer_that_falls_back_to_the_newest_pages_is_caught(monkeypatch):
         return recall.control("newest", eligible, budget, None)
 
     monkeypatch.setattr(recall, "choose", newest)
-    assert run_gate("multi-needle", EngineConfig(model=str(phantom_folder())), quick=True).exit_code == 1
+    assert run_gate("multi-needle", EngineConfig(model=str(phantom_folder())), GateOptions(quick=True)).exit_code == 1

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from engine.errors import KVRingError
+from engine.errors import ConfigError, KVRingError
+from engine.units import parse_tokens
 from kvring_cli import console
 from kvring_cli.options import Flags, Verbose, engine_options
 
@@ -26,37 +27,49 @@ WIDTH = 120  # of a table that goes to a file or a pipe
 @engine_options
 def gate(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="NAME...", help="Gates to run; --list names them.")
+        list[str] | None, typer.Argument(metavar="NAME...", help="Gates to run, or all; --list names them.")
     ] = None,
     *,
     model: Annotated[str, typer.Option("--model", "-m", help="The model that is asked.")] = "phantom",
     quick: Annotated[bool, typer.Option("--quick", help="Fewer trials, for CI.")] = False,
-    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Documents a task.")] = 1,
+    seeds: Annotated[int, typer.Option("--seeds", min=1, max=1000, help="Documents a task.")] = 1,
+    length: Annotated[
+        str | None, typer.Option("--length", metavar="TOKENS", help="Tokens of the longest prompt (260K = 266240).")
+    ] = None,
+    grid: Annotated[bool, typer.Option("--grid", help="long-problem: a map over depth and length as well.")] = False,
+    haystack: Annotated[
+        str | None, typer.Option("--haystack", metavar="FILE", help="Hide the facts in this text instead of prose.")
+    ] = None,
     report: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the reports as JSON.")] = None,
     list_gates: Annotated[bool, typer.Option("--list", help="Name the gates and what each proves.")] = False,
     verbose: Verbose = False,
     flags: Flags,
 ) -> None:
     """Prove a claim on this machine with this model, beside controls that must fail. Exit code: the verdict's."""
-    from gates.registry import GATES, run_gate
+    from gates import registry
+    from gates.options import GateOptions
     from kvring_cli.start import settle
 
     if list_gates:
-        for known in GATES.values():
-            console.write(f"{known.name}\n  proves: {known.proves}\n  turns red: {known.turns_red}\n")
+        for gate in registry.GATES.values():
+            console.write(f"{gate.name}\n  proves: {gate.proves}\n  turns red: {gate.turns_red}\n")
         return
     if not names:
-        raise console.BadUsage("there is no gate to run", f"one of {', '.join(GATES)}")
-    unknown = [name for name in names if name not in GATES]
-    if unknown:
-        raise console.BadUsage(f"there is no gate '{unknown[0]}'", f"one of {', '.join(GATES)}")
+        raise console.BadUsage("there is no gate to run", f"one of {', '.join(registry.GATES)}, or {registry.ALL}")
+    try:
+        names = registry.known(names)
+        tokens = parse_tokens(length) if length else None
+    except (ConfigError, ValueError) as error:
+        message, fix = getattr(error, "message", f"--length is '{length}'"), getattr(error, "fix", "a number of tokens")
+        raise console.BadUsage(message, fix) from None
     if report is not None:
         _writable(report)
+    options = GateOptions(quick=quick, seeds=seeds, grid=grid, length=tokens, haystack=haystack)
     config = settle(model, flags, verbose).config
     reports: list[Report] = []
     for name in names:
         with GateProgress(name) as progress:
-            found = run_gate(name, config, quick=quick, seeds=seeds, progress=progress)
+            found = registry.run_gate(name, config, options, progress)
         if reports:
             console.write("\n")
         reports.append(found)
@@ -82,10 +95,12 @@ def show(report: Report) -> None:
     for check in report.checks:
         mark = "ok " if check.ok else "NO "
         out.print(f"{mark} {check.name}" + (f": {check.detail}" if check.detail else ""), markup=False, soft_wrap=True)
+    for line in [*(f"not run: {what}" for what in report.not_run), *(f"note: {note}" for note in report.notes)]:
+        out.print(line, markup=False, soft_wrap=True)
     for reason in report.reasons:
         out.print(f"    {reason}", markup=False, soft_wrap=True)
     style = "bold green" if report.exit_code == 0 else "bold red"
-    out.print(f"{report.gate}: {report.verdict}", style=style, markup=False)
+    out.print(f"{report.gate}: {report.verdict}  ({report.seconds:.0f} s)", style=style, markup=False)
 
 
 def _table(report: Report) -> Any:
@@ -97,7 +112,7 @@ def _table(report: Report) -> Any:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("arm")
     table.add_column("task")
-    for heading in ("hits", "silent wrong", "hidden", "selected", "MiB fetched", "seconds"):
+    for heading in ("hits", "95 %", "silent wrong", "hidden", "selected", "MiB fetched", "seconds"):
         table.add_column(heading, justify="right")
     table.add_column("kind")
     style = {"control": "yellow", "dense": "cyan"}
@@ -106,6 +121,7 @@ def _table(report: Report) -> Any:
             arm.name,
             arm.task,
             f"{arm.hits}/{arm.trials}",
+            "{:.0f}-{:.0f}".format(*(100 * bound for bound in arm.interval)),
             str(arm.silent_wrong),
             f"{arm.hidden_pages:,}",
             f"{arm.pages_selected:,}",

@@ -1,0 +1,33 @@
+"""Exact statistics of hits: the interval of a rate, and whether one arm really lost to another. Pure."""
+
+from __future__ import annotations
+
+from math import comb
+
+CONFIDENCE = 0.95
+
+
+def _at_least(hits: int, trials: int, rate: float) -> float:
+    """The chance of `hits` or more in `trials` at `rate`."""
+    return sum(comb(trials, k) * rate**k * (1 - rate) ** (trials - k) for k in range(hits, trials + 1))
+
+
+def clopper_pearson(hits: int, trials: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
+    """The exact interval of a rate (Clopper and Pearson 1934), by bisection; (0, 1) without trials."""
+    if not 0 <= hits <= trials:
+        raise ValueError(f"{hits} hits of {trials} trials")
+    tail = (1 - confidence) / 2
+
+    def solve(above: int, chance: float) -> float:
+        low, high = 0.0, 1.0
+        for _ in range(60):
+            middle = (low + high) / 2
+            low, high = (middle, high) if _at_least(above, trials, middle) < chance else (low, middle)
+        return (low + high) / 2
+
+    return (solve(hits, tail) if hits else 0.0, solve(hits + 1, 1 - tail) if hits < trials else 1.0)
+
+
+def sign_test(lost: int, won: int) -> float:
+    """One-sided p that so many or more of the discordant pairs are lost where both arms are equally good."""
+    return _at_least(lost, lost + won, 0.5)
