@@ -53,9 +53,9 @@ def _append(
     second = tl.load(source + DIM // 2 + half, mask=inside, other=0.0).to(tl.float32)
     low, high = first * c - second * s, second * c + first * s
     if head < HEADS:
-        at = turned + (token.to(tl.int64) * HEADS + head) * DIM
-        tl.store(at + half, low, mask=inside)
-        tl.store(at + DIM // 2 + half, high, mask=inside)
+        out = turned + (token.to(tl.int64) * HEADS + head) * DIM
+        tl.store(out + half, low, mask=inside)
+        tl.store(out + DIM // 2 + half, high, mask=inside)
     else:
         kv_head = head - HEADS
         page = tl.load(ids + tl.load(geometry + PAST) + row // PAGE)

@@ -1,4 +1,9 @@
-"""What each page would get of every query row's attention, from 4-bit key codes. Triton; reference: recall/score.py."""
+"""What each page would get of every query row's attention, from 4-bit key codes. Triton; reference: recall/score.py.
+
+Products of 8-bit integers: nibbles become bytes four at a time, and the turned query is rounded to a byte a channel,
+which errs less than the codes do. One warp a program, keys as the rows of the product: a page of one KV head is a
+small piece of work, and many of them at once hide the latency of each.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +14,41 @@ from torch import Tensor
 
 from engine.ops import geometry as g
 from engine.ops.geometry import Turns
-from engine.ops.triton_attention import dot, load_turned_rows, turn
+from engine.ops.triton_attention import INTERPRETED, load_turned_rows, turn
 
 PAST, FARTHEST = map(tl.constexpr, (g.PAST, g.FARTHEST))
+WARPS = 1
 UNRANKED = tl.constexpr(2**30)
+ROUND = tl.constexpr(12582912.0)
+"""1.5 x 2^23: the lowest byte of a float32 to which it is added is the nearest integer."""
 
 
 @triton.jit
-def _codes(packed, SHIFT: tl.constexpr):
-    """A nibble n as the bfloat16 128 + n: its bits stand in the mantissa."""
-    return ((packed >> SHIFT) & 15 | 0x4300).to(tl.int16).to(tl.bfloat16, bitcast=True)
+def _low(packed):
+    if INTERPRETED:
+        return (packed & 15).to(tl.int8)
+    return tl.inline_asm_elementwise(
+        "and.b32 $0, $1, 0x0F0F0F0F;", "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4
+    )
+
+
+@triton.jit
+def _high(packed):
+    if INTERPRETED:
+        return (packed >> 4).to(tl.int8)
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 t; shr.u32 t, $1, 4; and.b32 $0, t, 0x0F0F0F0F; }",
+        "=r,r",
+        [packed],
+        dtype=tl.int8,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def _byte(x):
+    return ((x + ROUND).to(tl.int32, bitcast=True) & 255).to(tl.int8)
 
 
 @triton.jit
@@ -30,8 +60,10 @@ def _page_lse(
     geometry,
     cos,
     sin,
-    lse,  # float32 [KV_HEADS, ROWS, pages], natural
-    order,  # int32 [pages]: made ready for `_rank`
+    lse,  # float32 [KV_HEADS, PADDED, pages], natural: out
+    top_part,  # float32 [KV_HEADS, PADDED, splits]: out, the largest lse of each split
+    sum_part,  # the same: out, its sum of exp(lse - largest)
+    order,  # int32 [pages]: out, made ready for `rank`
     rows,
     reach,
     scale,
@@ -41,77 +73,88 @@ def _page_lse(
     DIM: tl.constexpr,
     PAGE: tl.constexpr,
     HALF: tl.constexpr,
+    PADDED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    kv_head = tl.program_id(1)
+    split, kv_head, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     past, farthest = tl.load(geometry + PAST), tl.load(geometry + FARTHEST)
-    row, half, key = tl.arange(0, ROWS), tl.arange(0, HALF), tl.arange(0, PAGE)
+    row, half, key = tl.program_id(2) * ROWS + tl.arange(0, ROWS), tl.arange(0, HALF), tl.arange(0, PAGE)
     low, high = load_turned_rows(q, row, rows, kv_head, half, HEADS, HEADS // KV_HEADS, DIM)
-    low, high = low * scale, high * scale
-    inside = (half < DIM // 2)[:, None]
-    for page in range(tl.program_id(0), past, tl.num_programs(0)):
+    size = tl.maximum(tl.sqrt(tl.max(low * low + high * high, 1)), 1e-20) / 127.0  # no rotation makes a channel larger
+    low, high = low / size[:, None], high / size[:, None]
+    inside = (half < DIM // 2)[None, :]
+    out = (kv_head * PADDED + row).to(tl.int64)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    for page in range(split, past, splits):
         identity = tl.load(ids + page).to(tl.int64)
-        a, b = turn(low, high, cos, sin, tl.minimum(past - page, farthest) + reach, half, DIM)
-        a, b = a.to(tl.bfloat16), b.to(tl.bfloat16)
         at = (identity * KV_HEADS + kv_head) * PAGE
-        packed = tl.load(codes + at * (DIM // 2) + key[None, :] * (DIM // 2) + half[:, None], mask=inside, other=0)
-        size = tl.load(scales + at + key)
-        packed = packed.to(tl.int16)
-        scores = dot(a, _codes(packed, 0), tl.zeros([ROWS, PAGE], tl.float32))
-        scores = dot(b, _codes(packed, 4), scores)
-        centre = 136.0 * (tl.sum(a.to(tl.float32), 1) + tl.sum(b.to(tl.float32), 1))
-        scores = (scores - centre[:, None]) * size[None, :]
-        top = tl.max(scores, 1)
-        mass = top + tl.log(tl.sum(tl.exp(scores - top[:, None]), 1))
-        tl.store(lse + (kv_head * ROWS + row).to(tl.int64) * pages + page, mass, mask=row < rows)
-        if kv_head == 0:
+        packed = tl.load(codes + at * (DIM // 2) + key[:, None] * (DIM // 2) + half[None, :], mask=inside, other=0)
+        unit = tl.load(scales + at + key)
+        a, b = turn(low, high, cos, sin, tl.minimum(past - page, farthest) + reach, half, DIM)
+        a, b = _byte(a), _byte(b)
+        centre = 8 * (tl.sum(a.to(tl.int32), 1) + tl.sum(b.to(tl.int32), 1))
+        scores = tl.dot(_low(packed), tl.trans(a)) + tl.dot(_high(packed), tl.trans(b))
+        scores = (scores - centre[None, :]).to(tl.float32) * unit[:, None] * (size * scale)[None, :]
+        best = tl.max(scores, 0)
+        mass = best + tl.log(tl.sum(tl.exp(scores - best[None, :]), 0))
+        tl.store(lse + out * pages + page, mass, mask=row < rows)
+        higher = tl.maximum(top, mass)
+        total = total * tl.exp(top - higher) + tl.exp(mass - higher)
+        top = higher
+        if (kv_head == 0) & (tl.program_id(2) == 0):
             tl.store(order + page, UNRANKED)
+    tl.store(top_part + out * splits + split, top, mask=row < rows)
+    tl.store(sum_part + out * splits + split, total, mask=row < rows)
 
 
-def page_lse(
-    q: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    ids: Tensor,
-    geometry: Tensor,
-    turns: Turns,
-    scale: float,
-    lse: Tensor,
-    order: Tensor,
-    units: int,
-) -> None:
-    """q [T, heads, dim] turned; fills lse [kv_head, rows, pages] for the past pages and clears their `order`."""
-    tokens, heads, dim = q.shape
-    kv_heads = codes.shape[1]
-    _page_lse[(max(1, units // kv_heads), kv_heads)](
-        q,
-        codes,
-        scales,
-        ids,
-        geometry,
-        turns.cos,
-        turns.sin,
-        lse,
-        order,
-        tokens * (heads // kv_heads),
-        turns.reach,
-        scale,
-        lse.shape[2],
-        HEADS=heads,
-        KV_HEADS=kv_heads,
-        DIM=dim,
-        PAGE=codes.shape[2],
-        HALF=max(16, triton.next_power_of_2(dim // 2)),
-        ROWS=lse.shape[1],
-        num_warps=4,
-        num_stages=3,
-    )
+class PageScores:
+    """The log of each page's share of every scored row, and what ranking needs beside it. One layer at a time."""
 
+    def __init__(self, tokens: int, heads: int, kv_heads: int, pages: int, device: torch.device, units: int) -> None:
+        """For at most `tokens` scored rows of `heads` heads; `units`: programs that fill the device."""
+        self.heads, self.kv_heads, self.units = heads, kv_heads, units
+        padded = triton.next_power_of_2(max(8, tokens * (heads // kv_heads)))
+        self.rows = 0
+        self.splits = 1
+        self.lse = torch.empty(kv_heads, padded, pages, dtype=torch.float32, device=device)
+        self.top, self.sum = (torch.empty(kv_heads * padded * self._splits(1), device=device) for _ in range(2))
+        self.order = torch.empty(pages, dtype=torch.int32, device=device)
 
-def padded_rows(tokens: int, heads: int, kv_heads: int) -> int:
-    """Rows of `lse` for so many scored tokens."""
-    return max(16, triton.next_power_of_2(tokens * (heads // kv_heads)))
+    def _splits(self, blocks: int) -> int:
+        return max(1, self.units // (self.kv_heads * blocks))
 
-
-def make_lse(tokens: int, heads: int, kv_heads: int, pages: int, device: torch.device) -> Tensor:
-    return torch.empty(kv_heads, padded_rows(tokens, heads, kv_heads), pages, dtype=torch.float32, device=device)
+    def __call__(
+        self, q: Tensor, codes: Tensor, scales: Tensor, ids: Tensor, geometry: Tensor, turns: Turns, scale: float
+    ) -> None:
+        """q [T, heads, dim] turned; codes and scales of one layer."""
+        tokens, _, dim = q.shape
+        self.rows = tokens * (self.heads // self.kv_heads)
+        block = min(32, triton.next_power_of_2(max(8, self.rows)))
+        blocks = triton.cdiv(self.rows, block)
+        self.splits = self._splits(blocks)
+        _page_lse[(self.splits, self.kv_heads, blocks)](
+            q,
+            codes,
+            scales,
+            ids,
+            geometry,
+            turns.cos,
+            turns.sin,
+            self.lse,
+            self.top,
+            self.sum,
+            self.order,
+            self.rows,
+            turns.reach,
+            scale,
+            self.lse.shape[2],
+            HEADS=self.heads,
+            KV_HEADS=self.kv_heads,
+            DIM=dim,
+            PAGE=codes.shape[2],
+            HALF=max(32, triton.next_power_of_2(dim // 2)),
+            PADDED=self.lse.shape[1],
+            ROWS=block,
+            num_warps=WARPS if block == 8 else 4,
+        )

@@ -1,31 +1,38 @@
 """From scores to a window, on the device: ranks in each KV head, the best within the budget, misses, victims. Triton.
 
-The same choice as `recall.select.choose`, which is the reference: the heads take turns, a neighbour comes half a turn
-after its page, a page that was selected before stays until another scores clearly better. Ranks are counted, not
-sorted: `torch.topk` of 64 from 8 x 4,096 takes 33 us, too slow to run in every layer.
+The choice of `recall.select.choose`, the reference: the heads take turns, a neighbour comes half a turn after its page,
+a page that was selected before stays until another scores clearly better. Ranks are counted, not sorted: `torch.topk`
+of 64 from 8 x 4,096 takes 33 us, too slow to run in every layer. Scores are compared to 2^-11 or so, since the page's
+number takes the lowest bits of what is compared.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from engine.ops import geometry as g
-from engine.ops.triton_score import UNRANKED
+from engine.ops.triton_score import UNRANKED, PageScores
 
-PAST, OWN, WINDOW, LEFT, DEPTH, TICK = map(tl.constexpr, (g.PAST, g.OWN, g.WINDOW, g.LEFT, g.DEPTH, g.TICK))
-HIDDEN, CANDIDATE, TAKEN, ALWAYS = map(tl.constexpr, (g.HIDDEN, g.CANDIDATE, g.TAKEN, g.ALWAYS))
+PAST, WINDOW, LEFT, DEPTH, TICK = map(tl.constexpr, (g.PAST, g.WINDOW, g.LEFT, g.DEPTH, g.TICK))
+CANDIDATE, TAKEN = map(tl.constexpr, (g.CANDIDATE, g.TAKEN))
 UNSELECTED, KEY, LEXICAL, NEIGHBOR = map(tl.constexpr, (g.UNSELECTED, g.KEY, g.LEXICAL, g.NEIGHBOR))
 FETCHED = tl.constexpr(g.FETCHED)
 NEVER = tl.constexpr(2**31 - 1)
+OWN_PAGES = 32
+"""Pages whose ranks one program counts."""
 
 
 @triton.jit
-def _scores(lse, page, past, rows, pages, top, total, why, role, hysteresis, ROWS: tl.constexpr):
-    """The share of attention of pages [n], the best over the rows; -1 for those that may not be chosen."""
+def _keys(lse, page, past, rows, pages, top, total, why, role, hysteresis, ROWS: tl.constexpr, PLACES: tl.constexpr):
+    """int32 [n] that order pages as their share of attention does, the best over the rows; -1: may not be chosen.
+
+    The lowest bits hold the page, so that no two are equal and the earlier page comes first.
+    """
     row = tl.arange(0, ROWS)
     x = tl.load(
         lse + row.to(tl.int64)[:, None] * pages + page[None, :],
@@ -34,59 +41,98 @@ def _scores(lse, page, past, rows, pages, top, total, why, role, hysteresis, ROW
     )
     share = tl.max(tl.exp(x - top[:, None]) / total[:, None], 0)
     held = tl.load(why + page, mask=page < past, other=0) != UNSELECTED
-    kind = tl.load(role + page, mask=page < past, other=0)
     share = tl.where(held, share * hysteresis, share)
-    return tl.where((kind == CANDIDATE) | (kind == TAKEN), share, -1.0)
+    kind = tl.load(role + page, mask=page < past, other=0)
+    key = (share.to(tl.int32, bitcast=True) & -PLACES) | (PLACES - 1 - page)
+    return tl.where((kind == CANDIDATE) | (kind == TAKEN), key, -1)
 
 
 @triton.jit
 def _rank(
     lse,  # float32 [KV_HEADS, PADDED, pages]
+    top_part,  # float32 [KV_HEADS, PADDED, splits]
+    sum_part,
     why,  # uint8 [pages]: of the step before
     role,  # uint8 [pages]
     order,  # int32 [pages]: lowered to the best turn of any head
     geometry,
     rows,
     pages,
+    splits,
     hysteresis,
     KV_HEADS: tl.constexpr,
     PADDED: tl.constexpr,
     ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PLACES: tl.constexpr,
+    OWN_: tl.constexpr,
+    OTHERS: tl.constexpr,
 ):
     head = tl.program_id(1)
     past, depth = tl.load(geometry + PAST), tl.load(geometry + DEPTH)
-    block = tl.program_id(0) * BLOCK
-    if block < past:
-        lse += head.to(tl.int64) * PADDED * pages
-        row = tl.arange(0, ROWS)
-        top = tl.full([ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        for start in range(0, past, BLOCK):
-            page = start + tl.arange(0, BLOCK)
-            x = tl.load(
-                lse + row.to(tl.int64)[:, None] * pages + page[None, :],
-                mask=(row < rows)[:, None] & (page < past)[None, :],
-                other=float("-inf"),
-            )
-            higher = tl.maximum(top, tl.max(x, 1))
-            safe = tl.where(higher == float("-inf"), 0.0, higher)
-            total = total * tl.exp(top - safe) + tl.sum(tl.exp(x - safe[:, None]), 1)
-            top = higher
-        top = tl.where(row < rows, top, 0.0)
+    begin = tl.program_id(0) * OWN_
+    if begin < past:
+        row, split = tl.arange(0, ROWS), tl.arange(0, SPLITS)
+        at = (head * PADDED + row)[:, None] * splits + split[None, :]
+        inside = (row < rows)[:, None] & (split < splits)[None, :]
+        tops = tl.load(top_part + at, mask=inside, other=float("-inf"))
+        top = tl.where(row < rows, tl.max(tops, 1), 0.0)
+        total = tl.sum(tl.load(sum_part + at, mask=inside, other=0.0) * tl.exp(tops - top[:, None]), 1)
         total = tl.where(row < rows, total, 1.0)
-        own = block + tl.arange(0, BLOCK)
-        mine = _scores(lse, own, past, rows, pages, top, total, why, role, hysteresis, ROWS)
-        before = tl.zeros([BLOCK], tl.int32)
-        for start in range(0, past, BLOCK):
-            page = start + tl.arange(0, BLOCK)
-            other = _scores(lse, page, past, rows, pages, top, total, why, role, hysteresis, ROWS)
-            ahead = (other[None, :] > mine[:, None]) | (
-                (other[None, :] == mine[:, None]) & (page[None, :] < own[:, None])
-            )
-            before += tl.sum((ahead & (other >= 0)[None, :]).to(tl.int32), 1)
-        counts = (mine >= 0) & (before < depth) & (own < past)
+        lse += head.to(tl.int64) * PADDED * pages
+        own = begin + tl.arange(0, OWN_)
+        mine = _keys(lse, own, past, rows, pages, top, total, why, role, hysteresis, ROWS, PLACES)
+        ahead = tl.zeros([OWN_, OTHERS], tl.int32)
+        for start in range(0, past, OTHERS):
+            page = start + tl.arange(0, OTHERS)
+            other = _keys(lse, page, past, rows, pages, top, total, why, role, hysteresis, ROWS, PLACES)
+            ahead += (other[None, :] > mine[:, None]).to(tl.int32)
+        before = tl.sum(ahead, 1)
+        counts = (mine >= 0) & (before < depth)
         tl.atomic_min(order + own, before * (2 * KV_HEADS) + head, mask=counts)
+
+
+@triton.jit
+def _turns(order, role, page, past, KV_HEADS: tl.constexpr, NEIGHBORS: tl.constexpr, PLACES: tl.constexpr):
+    """When each page's turn is, distinct for each page (NEVER: not at all); whether as a neighbour; its role."""
+    alone = tl.load(order + page, mask=page < past, other=UNRANKED)
+    turn = alone
+    for distance in tl.static_range(1, NEIGHBORS + 1):
+        beside = tl.load(order + page - distance, mask=(page >= distance) & (page < past), other=UNRANKED)
+        turn = tl.minimum(turn, beside + KV_HEADS)
+        beside = tl.load(order + page + distance, mask=page + distance < past, other=UNRANKED)
+        turn = tl.minimum(turn, beside + KV_HEADS)
+    kind = tl.load(role + page, mask=page < past, other=0)
+    return tl.where((kind == CANDIDATE) & (turn < UNRANKED), turn * PLACES + page, NEVER), turn < alone, kind
+
+
+@triton.jit
+def _pick(
+    order,
+    role,
+    why,  # uint8 [pages]: out
+    window,  # int32 [pages]: out, after the pages that the host put there
+    geometry,
+    KV_HEADS: tl.constexpr,
+    NEIGHBORS: tl.constexpr,
+    PLACES: tl.constexpr,
+    OWN_: tl.constexpr,
+    OTHERS: tl.constexpr,
+):
+    past, left = tl.load(geometry + PAST), tl.load(geometry + LEFT)
+    begin = tl.program_id(0) * OWN_
+    if begin < past:
+        own = begin + tl.arange(0, OWN_)
+        mine, beside, kind = _turns(order, role, own, past, KV_HEADS, NEIGHBORS, PLACES)
+        ahead = tl.zeros([OWN_, OTHERS], tl.int32)
+        for start in range(0, past, OTHERS):
+            other, _, _ = _turns(order, role, start + tl.arange(0, OTHERS), past, KV_HEADS, NEIGHBORS, PLACES)
+            ahead += (other[None, :] < mine[:, None]).to(tl.int32)
+        place = tl.sum(ahead, 1)
+        picked = (mine != NEVER) & (place < left)
+        reason = tl.where(kind == TAKEN, LEXICAL, tl.where(picked, tl.where(beside, NEIGHBOR, KEY), UNSELECTED))
+        tl.store(why + own, reason.to(tl.uint8), mask=own < past)
+        tl.store(window + tl.load(geometry + WINDOW) - left + place, own, mask=picked)
 
 
 @triton.jit
@@ -122,64 +168,40 @@ def _claim(slot_of, page_in, last_used, pinned, wanted, found, need, tick, slots
 
 
 @triton.jit
-def _plan(
-    order,  # int32 [pages]
-    role,
-    why,  # uint8 [pages]: out
+def _bring(
+    window,  # int32 [pages]: logical; put in order where SORT
     ids,
     slot_of,  # int32 [page]
     page_in,  # int32 [slot]
     last_used,  # int32 [slot]
     pinned,  # uint8 [page]
-    window,  # int32 [pages]: out, ascending
     misses,  # int32 [slots]: out, page ids
     places,  # int32 [slots]: out, their slots
     missing,  # int32 [1]: out
     geometry,
     counters,
     slots,
-    KV_HEADS: tl.constexpr,
-    NEIGHBORS: tl.constexpr,
-    SCORED: tl.constexpr,
-    PAGES: tl.constexpr,
-    BINS: tl.constexpr,
+    SORT: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    past, left, tick = tl.load(geometry + PAST), tl.load(geometry + LEFT), tl.load(geometry + TICK)
-    page = tl.arange(0, PAGES)
-    kind = tl.load(role + page, mask=page < past, other=0)
-    reason = tl.where(kind == TAKEN, LEXICAL, UNSELECTED)
-    chosen = kind == TAKEN
-    if SCORED:
-        turn = tl.load(order + page, mask=page < past, other=UNRANKED)
-        alone = turn
-        for distance in tl.static_range(1, NEIGHBORS + 1):
-            beside = tl.load(order + page - distance, mask=(page >= distance) & (page < past), other=UNRANKED)
-            turn = tl.minimum(turn, beside + KV_HEADS)
-            beside = tl.load(order + page + distance, mask=page + distance < past, other=UNRANKED)
-            turn = tl.minimum(turn, beside + KV_HEADS)
-        turn = tl.where((kind == CANDIDATE) & (turn < UNRANKED), tl.minimum(turn, BINS - 1), BINS - 1)
-        counts = tl.histogram(turn, BINS)
-        reached = tl.cumsum(counts, 0)
-        bins = tl.arange(0, BINS)
-        last = tl.min(tl.where((reached >= left) & (bins < BINS - 1), bins, BINS - 1), 0)
-        sure = tl.sum(tl.where(bins < last, counts, 0), 0)
-        edge = (turn == last) & (turn < BINS - 1)
-        picked = (turn < last) | (edge & (tl.cumsum(edge.to(tl.int32), 0) <= left - sure))
-        reason = tl.where(picked, tl.where(turn < alone, NEIGHBOR, KEY), reason)
-        chosen = chosen | picked
-    tl.store(why + page, reason.to(tl.uint8), mask=page < past)
-
-    seen = (chosen | (kind == ALWAYS)) & (page < past)
-    tl.store(window + tl.cumsum(seen.to(tl.int32), 0) - 1, page, mask=seen)
+    count, tick = tl.load(geometry + WINDOW), tl.load(geometry + TICK)
+    index = tl.arange(0, SLOTS)
+    seen = index < count
+    page = tl.load(window + index, mask=seen, other=0)
+    if SORT:
+        before = tl.zeros([SLOTS], tl.int32)
+        for other in range(count):
+            before += (tl.load(window + other) < page).to(tl.int32)
+        tl.debug_barrier()
+        tl.store(window + before, page, mask=seen)
     identity = tl.load(ids + page, mask=seen, other=0)
     slot = tl.load(slot_of + identity, mask=seen, other=0)
     tl.store(last_used + slot, tick, mask=seen & (slot >= 0))
-    absent = seen & (slot < 0)
-    need = tl.sum(absent.to(tl.int32), 0)
-    tl.store(misses + tl.cumsum(absent.to(tl.int32), 0) - 1, identity, mask=absent)
+    absent = (seen & (slot < 0)).to(tl.int32)
+    need = tl.sum(absent, 0)
     tl.store(missing, need)
     if need > 0:
+        tl.store(misses + tl.cumsum(absent, 0) - 1, identity, mask=absent != 0)
         tl.atomic_add(counters + FETCHED, need.to(tl.int64))
         tl.debug_barrier()
         _claim(slot_of, page_in, last_used, pinned, misses, places, need, tick, slots, SLOTS)
@@ -226,25 +248,55 @@ def _open(
             tl.store(base + at, tl.zeros([BLOCK], pool.dtype.element_ty), mask=at < size)
 
 
-def rank(lse: Tensor, why: Tensor, role: Tensor, order: Tensor, geometry: Tensor, rows: int, hysteresis: float) -> None:
-    """Lower `order` [pages], cleared before, to each candidate's best turn: rank in a head x 2 heads + the head."""
-    kv_heads, padded, pages = lse.shape
-    block = 64 if padded > 32 else 128
-    _rank[(triton.cdiv(pages, block), kv_heads)](
-        lse,
+def rank(scores: PageScores, why: Tensor, role: Tensor, geometry: Tensor, hysteresis: float) -> None:
+    """Lower `scores.order` to each candidate's best turn: its rank in a head x twice the heads, plus the head."""
+    kv_heads, padded, pages = scores.lse.shape
+    rows = triton.next_power_of_2(scores.rows)
+    others = max(64, min(512, 4096 // rows))
+    _rank[(triton.cdiv(pages, OWN_PAGES), kv_heads)](
+        scores.lse,
+        scores.top,
+        scores.sum,
         why,
         role,
-        order,
+        scores.order,
         geometry,
-        rows,
+        scores.rows,
         pages,
+        scores.splits,
         hysteresis,
         KV_HEADS=kv_heads,
         PADDED=padded,
-        ROWS=max(2, triton.next_power_of_2(rows)),
-        BLOCK=block,
+        ROWS=rows,
+        SPLITS=triton.next_power_of_2(scores.splits),
+        PLACES=triton.next_power_of_2(pages),
+        OWN_=OWN_PAGES,
+        OTHERS=others,
         num_warps=8,
     )
+
+
+def pick(scores: PageScores, role: Tensor, why: Tensor, window: Tensor, geometry: Tensor, neighbors: int) -> None:
+    """The pages whose turns come first, behind those that already stand in `window`; `why` says how each came in."""
+    pages = role.shape[0]
+    _pick[(triton.cdiv(pages, OWN_PAGES),)](
+        scores.order,
+        role,
+        why,
+        window,
+        geometry,
+        KV_HEADS=scores.kv_heads,
+        NEIGHBORS=neighbors,
+        PLACES=triton.next_power_of_2(pages),
+        OWN_=OWN_PAGES,
+        OTHERS=512,
+        num_warps=8,
+    )
+
+
+def most_ranks(kv_heads: int, pages: int) -> int:
+    """The largest `DEPTH` whose turns still fit beside the page in 31 bits."""
+    return (2**31 - 1) // triton.next_power_of_2(pages) // (2 * kv_heads) - 1
 
 
 @dataclass(frozen=True)
@@ -261,57 +313,43 @@ class Tables:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What `plan` writes: the window, and the pages it had to find slots for."""
+class Misses:
+    """What `bring` writes: the pages it had to find slots for, one layer's or all layers'."""
 
-    window: Tensor  # int32 [pages]
-    misses: Tensor  # int32 [slots]
-    places: Tensor  # int32 [slots, rounded up to a power of two]
-    missing: Tensor  # int32 [1]
+    pages: Tensor  # int32 [slots]: ids
+    places: Tensor  # int32 [slots, rounded up to a power of two]: their slots
+    count: Tensor  # int32 [1]
+
+    @classmethod
+    def empty(cls, layers: int, slots: int, device: torch.device) -> Misses:
+        sizes = (slots, triton.next_power_of_2(slots), 1)
+        return cls(*(torch.zeros(layers, size, dtype=torch.int32, device=device) for size in sizes))
+
+    def layer(self, index: int) -> Misses:
+        return Misses(self.pages[index], self.places[index], self.count[index])
 
 
-def plan(
-    order: Tensor,
-    role: Tensor,
-    why: Tensor,
-    ids: Tensor,
-    tables: Tables,
-    out: Plan,
-    geometry: Tensor,
-    counters: Tensor,
-    kv_heads: int,
-    neighbors: int,
-    most: int,
-    scored: bool,
+def bring(
+    window: Tensor, ids: Tensor, tables: Tables, misses: Misses, geometry: Tensor, counters: Tensor, sort: bool
 ) -> None:
-    """The window of one layer; claims slots for its cold pages, whose bytes are still to be fetched.
-
-    most: the largest budget that may be asked for; scored: whether `order` holds turns.
-    """
-    pages, slots = role.shape[0], tables.page_in.shape[0]
-    _plan[(1,)](
-        order,
-        role,
-        why,
+    """Touch the window's resident pages and claim slots for the cold ones, whose bytes are still to be fetched."""
+    slots = tables.page_in.shape[0]
+    _bring[(1,)](
+        window,
         ids,
         tables.slot_of,
         tables.page_in,
         tables.last_used,
         tables.pinned,
-        out.window,
-        out.misses,
-        out.places,
-        out.missing,
+        misses.pages,
+        misses.places,
+        misses.count,
         geometry,
         counters,
         slots,
-        KV_HEADS=kv_heads,
-        NEIGHBORS=neighbors,
-        SCORED=scored,
-        PAGES=triton.next_power_of_2(pages),
-        BINS=triton.next_power_of_2(2 * kv_heads * max(1, most) + 1),
-        SLOTS=triton.next_power_of_2(slots),
-        num_warps=16 if pages > 1024 else 8,
+        SORT=sort,
+        SLOTS=misses.places.shape[0],
+        num_warps=8,
     )
 
 
