@@ -6,9 +6,13 @@ import os
 
 import torch
 
+from engine.config import EngineConfig
+from engine.device_profile import Found, look_up, user_file
 from engine.errors import ConfigError
 from engine.kv.budget import Memory
 from engine.platform import Gpu, Platform, gather, this_platform
+from engine.platform.facts import slug
+from engine.routes import Routes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEVICE_SHARE = 0.90
@@ -75,3 +79,22 @@ def pin_budget(device: torch.device, platform: Platform) -> int | None:
     """Bytes of host memory that may be pinned for this card; None: nobody knows before it is tried."""
     card, memory = card_of(device, platform), platform.memory()
     return card.pin_budget(memory) if card else None
+
+
+def hardware(device: torch.device, platform: Platform) -> tuple[str, int]:
+    """The class and the multiprocessors by which the device's profile is found."""
+    if device.type == "cpu":
+        cpu = platform.cpu()
+        return cpu.hardware_class, cpu.processors
+    card = torch.cuda.get_device_properties(device)
+    return f"{slug(card.name)}-sm{card.major}{card.minor}", card.multi_processor_count
+
+
+def load_routes(config: EngineConfig, device: torch.device, platform: Platform) -> tuple[Found, Routes]:
+    """The profile of this hardware and the routes that it gives; `off` looks at no file at all."""
+    if config.device_profile == "off":
+        return Found(None, "off"), Routes()
+    found = look_up(*hardware(device, platform), user_file(path=config.device_profile_path))
+    if found.profile is None:
+        return found, Routes()
+    return found, Routes(found.profile.routes, found.source)

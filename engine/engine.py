@@ -13,7 +13,7 @@ from torch import Tensor
 from engine import prepare as _prepare
 from engine.audit import audit
 from engine.config import PAGE, EngineConfig, RecallParams, SamplingParams
-from engine.device import free_memory, pin_budget, resolve_device, resolve_dtype, set_threads
+from engine.device import free_memory, load_routes, pin_budget, resolve_device, resolve_dtype, set_threads
 from engine.errors import ConfigError, EngineError, RequestError
 from engine.kv.budget import plan_capacity
 from engine.kv.host import HostStore
@@ -46,6 +46,7 @@ class Engine:
         transformer, device = model.transformer, model.transformer.device
         shape = KVShape(model.config.layers, model.config.kv_heads, model.config.head_dim, transformer.dtype)
         kind = KIND_OF.get(config.scorer)
+        self.profile, self.routes = load_routes(config, device, platform)
         self.capacity = plan_capacity(
             config,
             shape,
@@ -67,7 +68,7 @@ class Engine:
         )
         if config.host_memory == "pinned":
             self._insist_on_pinned()
-        pool = DevicePool(shape, self.capacity.pool_pages, pages, device)
+        pool = DevicePool(shape, self.capacity.pool_pages, pages, device, self.routes)
         digests = Digests(shape, pages, device, transformer.rope)
         self._runner = Runner(
             transformer, pool, self._host, digests, kind if self.capacity.ring else None, config.positions == "compact"

@@ -46,5 +46,6 @@ class EngineStats:
             "digest_bytes": runner.digests.bytes,
             "weight_bytes": engine.model.transformer.weight_bytes,
             "checkpoint_pages": checkpoint_pages,
+            "schedules_ran": {f"{key} {schedule}": count for (key, schedule), count in engine.routes.ran.items()},
             **transfer.__dict__,
         }

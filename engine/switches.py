@@ -16,12 +16,13 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from engine.config import MODES, PAGE, SCORERS, EngineConfig
+from engine.conflicts import conflicts
 from engine.errors import ConfigError
 from engine.units import MIB, format_bytes, parse_bytes, parse_tokens
 
 PREFIX = "NINFER_"
-OTHER_SWITCHES = ("NINFER_DEVICE_PROFILES", "NINFER_AGENT_CC")
-"""Known names that are no engine settings: where profiles live, and which card to pretend."""
+OTHER_SWITCHES = ("NINFER_AGENT_CC",)
+"""Known names that are no engine settings: which card to pretend."""
 
 _EDGES = string.whitespace + "\"'"  # what shells leave around a value
 _NEGATIVE_WORDS = ("false", "no", "off", "none")
@@ -110,6 +111,8 @@ def resolve(
         else:
             chosen[setting.field] = Effective(setting.default, "default")
     config = EngineConfig(model=model, **{field: effective.value for field, effective in chosen.items()})
+    given = [field for field, effective in chosen.items() if effective.source not in ("default", "profile")]
+    warnings += conflicts(config, given)
     return Resolved(config, chosen, tuple(warnings))
 
 
@@ -165,6 +168,12 @@ def _within(read: Callable[[str], int], low: int, high: float = math.inf) -> Par
         return value
 
     return parse
+
+
+def _path(text: str) -> str:
+    if not text or "\0" in text:
+        raise ValueError
+    return text
 
 
 def _device(text: str) -> str:
@@ -240,6 +249,11 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("dtype", "--dtype", _one_of("auto", "float32", "bfloat16", "float16"),
             "auto, float32, bfloat16 or float16", "What numbers it computes with.", group="Compute"),
     Setting("threads", "--threads", _within(int, 1, 4096), "1 to 4096", "CPU threads.", group="Compute"),
+    Setting("device_profile", "--device-profile", _one_of("auto", "off", "calibrate"), "auto, off or calibrate",
+            "Measured routes for this hardware. off: the compiled-in ones.", group="Compute"),
+    Setting("device_profile_path", "--device-profile-path", _path, "a file (.yaml) or a folder",
+            "Where your calibrated profiles live. Left out: your cache folder.", "NINFER_DEVICE_PROFILES",
+            group="Compute"),
     Setting("prefill_chunk", "--prefill-chunk", _within(parse_tokens, PAGE), f"tokens, {PAGE} or more",
             "Prompt tokens computed in one step.", group="Compute"),
 )

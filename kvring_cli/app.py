@@ -11,8 +11,10 @@ from engine.errors import KVRingError
 from kvring_cli import console
 from kvring_cli.commands.bench import bench
 from kvring_cli.commands.chat import chat
+from kvring_cli.commands.doctor import doctor
 from kvring_cli.commands.gate import gate
 from kvring_cli.commands.inspect import inspect
+from kvring_cli.commands.pick_engine import pick_engine
 from kvring_cli.commands.pull import pull
 from kvring_cli.commands.receipt import receipt
 from kvring_cli.commands.run import run
@@ -35,6 +37,8 @@ for command in (run, chat, serve, pull, inspect, gate):
 app.command()(smoke)
 app.command()(top)
 app.command()(receipt)
+app.command()(doctor)
+app.command("pick-engine")(pick_engine)
 app.add_typer(bench, name="bench")
 
 

@@ -8,11 +8,12 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 ORDER = [
     ("engine.errors", "engine.units"),
-    ("engine.config", "engine.switches", "engine.limits", "engine.platform"),
+    ("engine.config", "engine.conflicts", "engine.switches", "engine.limits"),
+    ("engine.platform", "engine.routes", "engine.device_profile"),
     ("engine.weights", "engine.text"),
     ("engine.ops",),
     ("engine.model", "engine.kv", "engine.recall"),
-    ("engine.device", "engine.prefix", "engine.sequence", "engine.sampler", "engine.result"),
+    ("engine.device", "engine.trials", "engine.prefix", "engine.sequence", "engine.sampler", "engine.result"),
     ("engine.scheduler", "engine.prepare", "engine.step", "engine.stats"),
     ("engine.runner",),
     ("engine.session", "engine.audit"),

@@ -31,6 +31,8 @@ ANY_VALUE = {  # a value that is not the default, as the flag takes it, and what
     "positions": ("compact", "compact"),
     "reuse": (False, False),
     "verify_pages": (True, True),
+    "device_profile": ("off", "off"),
+    "device_profile_path": ("my.yaml", "my.yaml"),
     "device": ("cuda:1", "cuda:1"),
     "dtype": ("bfloat16", "bfloat16"),
     "threads": ("3", 3),

@@ -12,70 +12,14 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 MODULES = ("fcntl", "resource", "pwd", "grp", "termios", "tty", "pty", "syslog", "posix", "crypt", "nis", "spwd")
-OS = frozenset(
-    [
-        "fork",
-        "forkpty",
-        "getuid",
-        "geteuid",
-        "getgid",
-        "getegid",
-        "setuid",
-        "setsid",
-        "setpgid",
-        "getpgid",
-        "killpg",
-        "uname",
-        "statvfs",
-        "fstatvfs",
-        "nice",
-        "chown",
-        "lchown",
-        "fchown",
-        "fchmod",
-        "mkfifo",
-        "mknod",
-        "openpty",
-        "sched_getaffinity",
-        "sched_setaffinity",
-        "sched_yield",
-        "getloadavg",
-        "sysconf",
-        "wait",
-        "wait3",
-        "wait4",
-        "pread",
-        "pwrite",
-        "posix_fadvise",
-        "posix_fallocate",
-        "sendfile",
-        "sync",
-        "setpriority",
-        "getpriority",
-        "register_at_fork",
-        "O_NOFOLLOW",
-        "O_DIRECTORY",
-        "O_CLOEXEC",
-        "WNOHANG",
-    ]
-)
-SIGNAL = frozenset(
-    [
-        "SIGKILL",
-        "SIGHUP",
-        "SIGUSR1",
-        "SIGUSR2",
-        "SIGALRM",
-        "SIGPIPE",
-        "SIGCHLD",
-        "SIGQUIT",
-        "alarm",
-        "setitimer",
-        "pause",
-        "sigwait",
-        "pthread_kill",
-    ]
-)
+_OS = """
+fork forkpty getuid geteuid getgid getegid setuid setsid setpgid getpgid killpg uname statvfs fstatvfs nice chown lchown
+fchown fchmod mkfifo mknod openpty sched_getaffinity sched_setaffinity sched_yield getloadavg sysconf wait wait3 wait4
+pread pwrite posix_fadvise posix_fallocate sendfile sync setpriority getpriority register_at_fork O_NOFOLLOW O_DIRECTORY
+O_CLOEXEC WNOHANG
+"""
+_SIGNAL = "SIGKILL SIGHUP SIGUSR1 SIGUSR2 SIGALRM SIGPIPE SIGCHLD SIGQUIT alarm setitimer pause sigwait pthread_kill"
+OS, SIGNAL = _OS.split(), _SIGNAL.split()
 PLATFORM_ONLY = "engine/platform/"
 
 PRELUDE = f"""

@@ -22,7 +22,7 @@ from engine.platform import Platform, this_platform
 class HostStore:
     """`data`: [page, layer, k|v, kv_head, 64, head_dim], committed at once.
 
-    Pinned by and by where there is a registrar. `pin_budget`: bytes that may be pinned; None: as many as the driver allows.
+    Pinned by and by where there is a registrar; `pin_budget` bytes at most, None: as many as the driver allows.
     """
 
     def __init__(

@@ -11,19 +11,27 @@ import torch
 
 from engine.errors import EngineError
 from engine.kv.page import KVShape
+from engine.routes import Routes
+
+_WIDTHS = {2: torch.int16, 4: torch.int32}
 
 
 class DevicePool:
     """`data`: [layer, slot, k|v, kv_head, 64, head_dim] on the device; the tables are host-side (torch backend)."""
 
-    def __init__(self, shape: KVShape, slots: int, pages: int, device: torch.device) -> None:
+    def __init__(
+        self, shape: KVShape, slots: int, pages: int, device: torch.device, routes: Routes | None = None
+    ) -> None:
         self.shape, self.slots = shape, slots
+        self.routes = routes or Routes()
         self.data = torch.zeros(shape.layers, slots, *shape.layer_page, dtype=shape.dtype, device=device)
         self.slot_of = np.full((shape.layers, pages), -1, dtype=np.int64)
         self.page_in = np.full((shape.layers, slots), -1, dtype=np.int64)
         self.last_used = np.zeros((shape.layers, slots), dtype=np.int64)
         self.pinned = np.zeros(pages, dtype=bool)
         self.tick = 0
+        # numpy has no bfloat16; a copy needs only the width
+        self._raw = self.data.view(_WIDTHS[shape.dtype.itemsize]).numpy() if device.type == "cpu" else None
 
     @property
     def bytes(self) -> int:
@@ -84,4 +92,6 @@ class DevicePool:
         slots = self.slot_of[layer][pages]
         if slots.min(initial=0) < 0:
             raise EngineError(f"layer {layer}: pages {pages[slots < 0].tolist()} were read before they were resident")
+        if self.data.device.type == "cpu" and self.routes.pick("page_gather", len(slots)) == "take":
+            return torch.from_numpy(self._raw[layer].take(slots, 0)).view(self.data.dtype)
         return self.data[layer].index_select(0, torch.from_numpy(slots).to(self.data.device))

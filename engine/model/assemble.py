@@ -76,7 +76,7 @@ def assemble(
     config: ModelConfig, source: WeightSource, layout: Layout, device: torch.device, dtype: torch.dtype
 ) -> Weights:
     """Check the table, then load. Raises ModelError naming the tensor and its file."""
-    _check(config, source, layout)
+    check_table(config, source, layout)
 
     def load(names: dict[str, str], *parts: str) -> Tensor:
         """The parts, stacked by rows, in one fresh tensor."""
@@ -139,8 +139,8 @@ def assemble(
     return Weights(embed=embed, layers=tuple(layers), norm=load(layout.top, "norm"), head=head)
 
 
-def _check(config: ModelConfig, source: WeightSource, layout: Layout) -> None:
-    """Every part is there with its shape, and nothing else is."""
+def check_table(config: ModelConfig, source: WeightSource, layout: Layout) -> None:
+    """Every part is there with its shape, and nothing else is; ModelError naming what isn't."""
     expected = {layout.top[part]: shape for part, shape in top_shapes(config).items()}
     for index in range(config.layers):
         names = layer_names(layout.layer, index)

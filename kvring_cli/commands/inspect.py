@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from engine.config import PAGE
-from engine.errors import ModelError
 from engine.units import format_bytes
 from kvring_cli import console
 from kvring_cli.options import Model
@@ -46,16 +45,12 @@ def inspect(
 
 def describe(path: Path) -> dict[str, Any]:
     """Everything about the model at `path`; ModelError for one that is missing, damaged, incomplete or unsupported."""
+    from engine.model.assemble import check_table
     from engine.model.load import open_model
 
     opened = open_model(path)
     source, config, layout = opened.source, opened.config, opened.layout
-    missing = sorted(name for name in _expected(config, layout) if name not in source.shapes)
-    if missing:
-        raise ModelError(
-            f"{len(missing)} tensors are missing, the first is '{missing[0]}'",
-            "the file is incomplete or its config is of another model: download both again",
-        )
+    check_table(config, source, layout)
     sizes = {name: source.bytes_of(name) for name in source.shapes}
     kinds: Counter[str] = Counter()
     for name, size in sizes.items():

@@ -1,0 +1,66 @@
+"""What only trying tells of a card: how much memory pins, how fast copies are, and whether it spills into RAM."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from engine.kv.pinning import CudaRegistrar, most_that_pins
+from engine.units import GIB, MIB
+
+PIN_LIMIT = 16 * GIB
+_ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Trials:
+    """Results in bytes and bytes a second. `spills`: an allocation larger than the free memory succeeded."""
+
+    pinned: int
+    to_device: float
+    to_host: float
+    spills: bool
+
+
+def try_card(device: torch.device, limit: int) -> Trials:
+    """`limit`: bytes beyond which nothing is pinned. Raises RuntimeError where the card doesn't work at all."""
+    down, up = copy_rates(device, 256 * MIB)
+    torch.cuda.empty_cache()
+    return Trials(most_that_pins(CudaRegistrar(device), min(limit, PIN_LIMIT)), down, up, _spills(device))
+
+
+def copy_rates(device: torch.device, size: int, *, pinned: bool = True) -> tuple[float, float]:
+    """Bytes a second to the card and back, `size` bytes at a time."""
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+    card = torch.empty(size, dtype=torch.uint8, device=device)
+    down = median_seconds(lambda: card.copy_(host, non_blocking=pinned), device)
+    up = median_seconds(lambda: host.copy_(card, non_blocking=pinned), device)
+    return size / down, size / up
+
+
+def median_seconds(work: Callable[[], object], device: torch.device, rounds: int = _ROUNDS) -> float:
+    """Of `rounds` runs after a first that doesn't count, each waited for."""
+    wait = (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)
+    times = []
+    for _ in range(rounds + 1):
+        began = time.perf_counter()
+        work()
+        wait()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[1:])
+
+
+def _spills(device: torch.device) -> bool:
+    """Windows' driver gives RAM for device memory when a card is full (sysmem fallback): slow, and no error."""
+    free, _ = torch.cuda.mem_get_info(device)
+    try:
+        held = torch.empty(free + 512 * MIB, dtype=torch.uint8, device=device)
+    except RuntimeError:
+        return False
+    del held
+    torch.cuda.empty_cache()
+    return True

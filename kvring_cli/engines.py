@@ -1,0 +1,169 @@
+"""Which engine suits the card: backend, dtype of the KV, pool and window, and the `serve` line that starts it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib import resources
+from typing import Any
+
+from engine.config import PAGE
+from engine.kv.budget import SLACK
+from engine.platform import Facts, Gpu
+from engine.platform.facts import parse_capability
+from engine.platform.nvidia import NO_DRIVER
+from engine.units import GIB
+from kvring_cli.cards import preset_for
+
+TRITON = {
+    "8.0": "triton-sm80",
+    "8.6": "triton-sm86",
+    "8.9": "triton-sm89",
+    "9.0": "triton-sm90",
+    "12.0": "triton-sm120",
+}
+"""Capabilities that the kernels are tuned for; others of 7.5 and above run on torch's own."""
+OLDEST = 7.5
+EXITS = {"chosen": 0, "unreadable": 3, "missing": 4, "unsupported": 5}
+_SMALLEST = 4096  # tokens of window on a card below every preset
+
+
+@dataclass(frozen=True)
+class Choice:
+    """`outcome`: a key of EXITS. `settings`: flags of `serve` and their values."""
+
+    outcome: str
+    engine: str | None
+    card: str
+    capability: str | None
+    reason: str
+    fix: str = ""
+    kv_dtype: str | None = None
+    window_tokens: int | None = None
+    pool_tokens: int | None = None
+    settings: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def exit_code(self) -> int:
+        return EXITS[self.outcome]
+
+    def command(self, model: str = "MODEL") -> list[str]:
+        """The `serve` line, word by word."""
+        return ["kvring", "serve", model, *(word for pair in self.settings for word in pair)]
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "settings": dict(self.settings), "exit_code": self.exit_code, "serve": self.command()}
+
+
+def pick_engine(facts: Facts, environ: Mapping[str, str], *, triton_kernels: bool | None = None) -> Choice:
+    """The engine for this machine, or for the card that `NINFER_AGENT_CC` pretends.
+
+    `triton_kernels`: whether this build has them; None: look.
+    """
+    pretended = environ.get("NINFER_AGENT_CC", "").strip(" \t\r\n\"'")
+    gpu = facts.gpu
+    if pretended:
+        if parse_capability(pretended) is None:
+            return _unreadable("a pretended card", f"NINFER_AGENT_CC is '{pretended[:80]}', which is not like 8.9")
+        gpu = Gpu(
+            f"a card of capability {pretended}, pretended",
+            capability=pretended,
+            total=gpu.total if gpu else None,
+            display=gpu.display if gpu else None,
+        )
+    elif gpu is None:
+        trouble = facts.driver.trouble
+        if trouble and trouble != NO_DRIVER:
+            return _unreadable("unknown", f"the driver could not be asked: {trouble}")
+        return _cpu(facts, "no NVIDIA card is here")
+    if gpu.capability is None:
+        return _unreadable(gpu.name, "the driver does not say its compute capability")
+    return _for_card(facts, gpu, has_triton_kernels() if triton_kernels is None else triton_kernels, bool(pretended))
+
+
+def has_triton_kernels() -> bool:
+    """Whether this build brings kernels of its own."""
+    return any(entry.name.startswith("triton_") for entry in resources.files("engine.ops").iterdir())
+
+
+def _for_card(facts: Facts, gpu: Gpu, kernels: bool, pretended: bool) -> Choice:
+    if float(gpu.capability) < OLDEST:
+        return Choice(
+            "unsupported",
+            None,
+            gpu.name,
+            gpu.capability,
+            f"compute capability {gpu.capability} is below {OLDEST}",
+            f"supported: {', '.join(sorted(TRITON, key=float))} with kernels of their own, others from {OLDEST} on "
+            "torch's; kvring serve MODEL --device cpu runs without the card",
+        )
+    engine = TRITON.get(gpu.capability, "torch-cuda") if kernels else "torch-cuda"
+    if not pretended:
+        missing = _missing(facts, engine)
+        if missing:
+            return Choice("missing", engine, gpu.name, gpu.capability, *missing)
+    why = f"{engine} is made for capability {gpu.capability}"
+    if engine == "torch-cuda":
+        tuned = gpu.capability in TRITON
+        why = "this build has no Triton kernels" if tuned else f"no kernels are tuned for capability {gpu.capability}"
+        why += ", torch's own serve"
+    dtype = "bfloat16" if float(gpu.capability) >= 8 else "float16"
+    preset = preset_for(gpu)
+    settings = [("--device", "cuda")]
+    if dtype != "bfloat16":
+        settings.append(("--dtype", dtype))
+    window, chunk = _SMALLEST, 512
+    if preset is not None:
+        window, chunk = preset.settings["kv_window"], preset.settings["prefill_chunk"]
+        settings.append(("--profile", preset.name))
+        if gpu.total and preset.memory + 2 * GIB <= gpu.total:  # larger than its preset: don't leave the rest unused
+            settings.append(("--vram-limit", f"{(gpu.total - gpu.desktop_bytes) // GIB}GiB"))
+        why += f"; the window of a {preset.name} card"
+    else:
+        settings += [("--kv-window", str(window)), ("--prefill-chunk", str(chunk))]
+    return _chosen(engine, gpu.name, gpu.capability, why, dtype, window, chunk, settings)
+
+
+def _cpu(facts: Facts, why: str) -> Choice:
+    if facts.torch.version is None or facts.torch.trouble:
+        return Choice(
+            "missing",
+            "torch-cpu",
+            facts.cpu.name,
+            None,
+            facts.torch.trouble or "torch is not installed",
+            "pip install torch",
+        )
+    reason = f"{why}; torch computes on {facts.cpu.processors} processors"
+    return _chosen("torch-cpu", facts.cpu.name, None, reason, "float32", 16384, 1024, [("--device", "cpu")])
+
+
+def _chosen(engine, card, capability, why, dtype, window, chunk, settings) -> Choice:
+    pool = (-(-window // PAGE) + -(-chunk // PAGE) + SLACK) * PAGE
+    return Choice("chosen", engine, card, capability, why, "", dtype, window, pool, tuple(settings))
+
+
+def _unreadable(card: str, reason: str) -> Choice:
+    fix = "NINFER_AGENT_CC=8.6 says it by hand; nvidia-smi shows whether the driver works"
+    return Choice("unreadable", None, card, None, reason, fix)
+
+
+def _missing(facts: Facts, engine: str) -> tuple[str, str] | None:
+    """What the engine needs and this machine lacks: reason and fix."""
+    torch = facts.torch
+    if torch.version is None or torch.trouble:
+        return torch.trouble or "torch is not installed", torch_line(facts)
+    if torch.cuda is None:
+        return f"torch {torch.version} is the CPU build, and a card is here", torch_line(facts)
+    if not torch.sees_card:
+        return f"torch {torch.version} (CUDA {torch.cuda}) does not find the card", "kvring doctor says why"
+    if engine.startswith("triton") and facts.triton is None:
+        return "triton is not installed", f"pip install {'triton-windows' if facts.system == 'windows' else 'triton'}"
+    return None
+
+
+def torch_line(facts: Facts) -> str:
+    """The command that installs torch with CUDA; on Windows PyPI's own is the CPU build."""
+    cuda = "cu128" if facts.driver.cuda is None or float(facts.driver.cuda) < 13 else "cu130"
+    index = f"--index-url https://download.pytorch.org/whl/{cuda}"
+    return f"pip install --force-reinstall torch {index}"

@@ -1,0 +1,178 @@
+"""What of a model fits where: the engine's own capacity arithmetic, for this machine or a card that isn't here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from engine.config import PAGE, EngineConfig
+from engine.errors import ConfigError, KVRingError
+from engine.kv.budget import RAM_HEADROOM, Capacity, Memory, plan_capacity
+from engine.kv.page import KVShape, page_count
+from engine.ops.attention import SEGMENT
+from engine.platform import Facts
+from engine.platform.facts import DESKTOP
+from engine.recall.digest import KIND_OF, digest_token_bytes
+from engine.switches import resolve
+from engine.units import GIB, format_bytes
+from kvring_cli.cards import CardFacts, find_preset
+from kvring_cli.shapes import Shape, shape_of
+
+LOADED_BITS = 16
+"""Bits of a weight on a card: this build loads quantised files dequantised."""
+DEVICE_SHARE = 0.90
+SYSTEM_RAM = 4 * GIB
+"""What a PC's own programs are taken to use, where its free RAM isn't known."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a model would run. `device` None: on the CPU. Bytes that are free there."""
+
+    name: str
+    ram: int
+    device: int | None
+    dtype: torch.dtype
+    arithmetic: str
+
+    @property
+    def memory(self) -> Memory:
+        return Memory(self.ram, self.device)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`capacity` None: it does not fit, `refusal` says why. `largest`: tokens of the largest context that would."""
+
+    shape: Shape
+    place: Place
+    capacity: Capacity | None
+    largest: int
+    refusal: str
+    fix: str
+    kv_token_bytes: int
+    weight_bytes: int
+    weight_bits: float
+    limited_by: str
+
+    def summary(self) -> str:
+        if self.capacity is None:
+            return f"{self.shape.name} does not fit: {self.refusal}"
+        return (
+            f"context {self.capacity.context:,} tokens (largest that fits: {self.largest:,}), pool "
+            f"{self.capacity.pool_pages * PAGE:,} tokens, host store {format_bytes(self.capacity.host_bytes)}"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        body = {
+            "model": asdict(self.shape),
+            "place": {**asdict(self.place), "dtype": str(self.place.dtype).removeprefix("torch.")},
+            "fits": self.capacity is not None,
+            "largest_context": self.largest,
+            "limited_by": self.limited_by,
+            "kv_bytes_per_token": self.kv_token_bytes,
+            "weight_bits_on_device": self.weight_bits,
+            "weight_bytes": self.weight_bytes,
+        }
+        if self.capacity is None:
+            return {**body, "refusal": self.refusal, "fix": self.fix}
+        return {**body, "capacity": {**asdict(self.capacity), "device_bytes": self.capacity.device_bytes}}
+
+
+def card_place(card: CardFacts, ram: int) -> Place:
+    """A card from its datasheet in a PC with `ram` bytes."""
+    total = card.gpu.total or 0
+    device = min(int(total * DEVICE_SHARE), total - DESKTOP)
+    free = max(0, ram - SYSTEM_RAM)
+    return Place(
+        card.key,
+        free,
+        device,
+        torch.bfloat16,
+        f"device: the smaller of 90 % of {format_bytes(total)} and that less {format_bytes(DESKTOP)} for the desktop = "
+        f"{format_bytes(device)}; RAM: {format_bytes(ram)} less {format_bytes(SYSTEM_RAM)} for the system = "
+        f"{format_bytes(free)}, {format_bytes(RAM_HEADROOM)} of it left alone",
+    )
+
+
+def here(facts: Facts, ram: int | None = None, *, cpu: bool = False) -> Place:
+    """This machine as it is now."""
+    memory = facts.memory
+    free = ram if ram is not None else memory.usable if memory else 0
+    gpu = None if cpu or not facts.torch.sees_card else facts.gpu
+    if gpu is None or gpu.free is None:
+        return Place("this CPU", free, None, torch.float32, f"RAM: {format_bytes(free)} free")
+    device = max(0, min(int(gpu.free * DEVICE_SHARE), gpu.free - gpu.desktop_bytes))
+    text = f"device: {format_bytes(gpu.free)} free, {format_bytes(device)} of it to use; RAM: {format_bytes(free)} free"
+    return Place(gpu.name, free, device, torch.bfloat16, text)
+
+
+def plan_here(model: str, facts: Facts, environ: Mapping[str, str], flags: Mapping[str, Any]) -> Plan:
+    """`make_plan` for this machine under the settings in force; ConfigError where the model can't be served at all."""
+    config = resolve(model, flags, environ).config
+    plan = make_plan(shape_of(model), here(facts, cpu=config.device == "cpu"), config)
+    if plan.capacity is None:
+        raise ConfigError(plan.refusal, plan.fix)
+    return plan
+
+
+def make_plan(shape: Shape, place: Place, config: EngineConfig, *, weight_bits: float | None = None) -> Plan:
+    """`weight_bits`: of a weight on the device; None: as this build loads them."""
+    kv = KVShape(shape.layers, shape.kv_heads, shape.head_dim, place.dtype)
+    loaded = 8 * place.dtype.itemsize if place.device is None else LOADED_BITS
+    bits = float(loaded if weight_bits is None else weight_bits)
+    weights = int(shape.parameters * bits / 8)
+
+    def capacity(settings: EngineConfig) -> Capacity:
+        kind = KIND_OF.get(settings.scorer)
+        device = "cpu" if place.device is None else "cuda"
+        memory = place.memory
+        if place.device is None:  # weights lie in the same memory, and are loaded before the tiers are sized
+            memory = replace(memory, ram=max(0, memory.ram - weights))
+        return plan_capacity(
+            settings,
+            kv,
+            shape.trained_context,
+            memory,
+            weight_bytes=weights,
+            digest_token_bytes=digest_token_bytes(kind, kv, device) if kind else 0,
+            staging_pages=SEGMENT,
+        )
+
+    largest, limit = _largest(capacity, config, shape)
+    found, refusal, fix = None, "", ""
+    try:
+        found = capacity(config if config.max_context or not largest else replace(config, max_context=largest))
+    except KVRingError as error:
+        refusal, fix = error.message, error.fix
+    return Plan(shape, place, found, largest, refusal, fix, kv.token_bytes, weights, bits, limit)
+
+
+def _largest(capacity: Any, config: EngineConfig, shape: Shape) -> tuple[int, str]:
+    """Tokens of the largest context that is not refused, and what forbids the next page."""
+    top = page_count(shape.trained_context)
+    if config.positions == "compact":
+        top = max(top, page_count(1 << 20))
+
+    def tokens(pages: int) -> int:
+        """The last page of a trained context may be a part of one."""
+        whole = pages * PAGE
+        return whole if config.positions == "compact" else min(whole, shape.trained_context)
+
+    low, high, why = 0, top, "what the model was trained for"
+    while low < high:
+        middle = (low + high + 1) // 2
+        try:
+            capacity(replace(config, max_context=tokens(middle)))
+            low = middle
+        except KVRingError as error:
+            high, why = middle - 1, error.message
+    return tokens(low), why
+
+
+def preset_config(model: str, preset: str | None, flags: Mapping[str, Any], environ: Mapping[str, str]) -> EngineConfig:
+    """Settings for a plan: flags, switches, then the card's preset."""
+    return resolve(model, flags, environ, find_preset(preset).settings if preset else None).config

@@ -1,0 +1,95 @@
+"""Sizes of a model without its weights: from its file's tables, or from a published config for planning ahead."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from engine.errors import ConfigError, ModelError
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One decoder. `weight_bits`: bits that a weight takes in its file; `origin`: where these numbers are from."""
+
+    name: str
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    trained_context: int
+    tied: bool
+    weight_bits: float = 16.0
+    origin: str = "published config"
+
+    @property
+    def layer_weights(self) -> int:
+        """Numbers in one layer's matrices."""
+        attention = self.hidden * (2 * self.heads + 2 * self.kv_heads) * self.head_dim
+        return attention + 3 * self.hidden * self.ffn
+
+    @property
+    def head_weights(self) -> int:
+        return self.vocab * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        return self.layers * self.layer_weights + self.head_weights * (1 if self.tied else 2)
+
+
+PUBLISHED = {
+    shape.name: shape
+    for shape in (
+        Shape("qwen3-4b", 36, 2560, 9728, 32, 8, 128, 151_936, 40_960, True),
+        Shape("qwen3-8b", 36, 4096, 12_288, 32, 8, 128, 151_936, 40_960, False),
+        Shape("llama-3.1-8b", 32, 4096, 14_336, 32, 8, 128, 128_256, 131_072, False),
+        Shape("qwen2.5-7b", 28, 3584, 18_944, 28, 4, 128, 152_064, 131_072, False),
+        Shape("27b-2.1bit", 64, 5120, 21_760, 40, 8, 128, 152_064, 131_072, False, 2.1, "a dense 27B, made up"),
+    )
+}
+
+
+def shape_of(model: str) -> Shape:
+    """Of a model that is here, or of a published one by name. ModelError with the names."""
+    from kvring_cli import models
+
+    if model.lower() in PUBLISHED and not Path(model).exists():
+        return PUBLISHED[model.lower()]
+    try:
+        path = models.resolve(model)
+    except ModelError as error:
+        near = difflib.get_close_matches(model.lower(), PUBLISHED, 1, 0.5)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ModelError(error.message, f"{hint}{error.fix}; to plan without a file: {', '.join(PUBLISHED)}") from None
+    from engine.model.load import open_model
+
+    opened = open_model(path)
+    config = opened.config
+    shape = Shape(
+        path.stem if path.is_file() else path.resolve().name,
+        config.layers,
+        config.hidden,
+        config.ffn,
+        config.heads,
+        config.kv_heads,
+        config.head_dim,
+        config.vocab,
+        config.trained_context,
+        config.tied,
+        origin=str(path),
+    )
+    size = sum(opened.source.bytes_of(name) for name in opened.source.shapes)
+    return replace(shape, weight_bits=round(8 * size / shape.parameters, 2))
+
+
+def with_bits(shape: Shape, bits: float | None) -> Shape:
+    """`--weight-bits`: another quantisation of the same model."""
+    if bits is None:
+        return shape
+    if not 1 <= bits <= 32:
+        raise ConfigError(f"{bits:g} bits a weight are no quantisation", "--weight-bits from 1 to 32, 4.5 say")
+    return replace(shape, weight_bits=bits)

@@ -1,0 +1,1 @@
+"""Data: what was measured on real cards (devices.yaml) and presets with datasheet facts (cards/)."""

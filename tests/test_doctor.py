@@ -1,0 +1,288 @@
+"""The risk: a machine that is wrong and called right, or a card that gets the wrong engine."""
+
+from __future__ import annotations
+
+import json
+import socket
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from engine.platform import Console, Driver, HostMemory, Package, TorchBuild
+from engine.units import GIB
+from kvring_cli import engines
+from kvring_cli.app import call
+from kvring_cli.doctor import examine, exit_code
+from kvring_cli.engines import pick_engine, torch_line
+from tests.machines import A4000_TCC, H200, RTX_3060, laptop, linux_server, windows_pc
+
+TRIED = SimpleNamespace(pinned=6 * GIB, to_device=24e9, to_host=25e9, spills=False)
+
+
+def checks(facts, trials=lambda: TRIED, environ=None, **more):
+    found = examine(facts, environ=environ or {}, port=1, trials=trials, **more)
+    assert all(finding.status in ("ok", "warn", "fail", "unknown") for finding in found)
+    assert all(finding.fix for finding in found if finding.status != "ok"), "each has a fix"
+    return found
+
+
+def named(name, found):
+    (finding,) = [finding for finding in found if finding.name == name]
+    return finding
+
+
+# --- machines ---------------------------------------
+
+
+@pytest.mark.parametrize("machine", [windows_pc, linux_server, laptop])
+def test_a_healthy_machine_passes(machine):
+    found = checks(machine())
+    assert exit_code(found) == 0
+    assert {finding.name for finding in found if finding.status == "unknown"} <= {"pcie"}
+
+
+def test_wddm_and_tcc_are_told_apart():
+    wddm, tcc = checks(windows_pc()), checks(windows_pc(gpus=(A4000_TCC,)))
+    assert "shrinks" in named("driver model", wddm).detail and named("driver model", tcc).detail == "TCC"
+    assert "left to the desktop" in named("device memory", wddm).detail
+    assert "left to the desktop" not in named("device memory", tcc).detail
+    silent = checks(windows_pc(gpus=(replace(RTX_3060, driver_model=None),)))
+    assert named("driver model", silent).status == "unknown"
+
+
+def test_torch_without_cuda_beside_a_card_fails_with_the_line_that_mends_it():
+    found = checks(windows_pc(torch=TorchBuild("2.8.0+cpu")))
+    torch = named("torch", found)
+    assert torch.status == "fail" and "PyPI's torch is the CPU build" in torch.detail
+    assert "--index-url https://download.pytorch.org/whl/cu128" in torch.fix
+    assert named("pinned memory", found).status == "unknown", "what could not be tried is not ok"
+    assert exit_code(found) == 1
+
+
+@pytest.mark.parametrize(
+    ("system", "version", "cuda", "status"),
+    [
+        ("windows", "511.65", "12.8", "fail"),
+        ("windows", "528.33", "12.8", "warn"),
+        ("windows", "576.52", "13.0", "fail"),
+        ("wsl2", "528.33", "12.8", "warn"),
+        ("linux", "525.60.13", "12.8", "warn"),
+        ("linux", "470.82.01", "12.8", "fail"),
+        ("linux", "580.65.06", "13.0", "ok"),
+        ("linux", "580.65.06", "15.0", "unknown"),
+    ],
+)
+def test_a_driver_older_than_torchs_cuda_needs_fails(system, version, cuda, status):
+    newest = {"511.65": "11.6", "528.33": "12.0", "576.52": "12.9", "525.60.13": "12.0", "470.82.01": "11.4"}
+    facts = windows_pc(
+        system=system, driver=Driver(version, newest.get(version, "13.0")), torch=TorchBuild("2.9.0", cuda, True)
+    )
+    assert named("driver", checks(facts)).status == status
+
+
+@pytest.mark.parametrize(
+    ("torch", "triton", "status"),
+    [
+        (TorchBuild("2.8.0+cu128", "12.8", True), Package("triton-windows", "3.4.0.post20"), "ok"),
+        (TorchBuild("2.8.0+cu128", "12.8", True), Package("triton-windows", "3.2.0"), "warn"),
+        (TorchBuild("2.99.0", "12.8", True), Package("triton-windows", "3.4.0"), "warn"),
+        (TorchBuild("2.99.0", "12.8", True, wants="3.4.0"), Package("triton", "3.4.1"), "ok"),
+        (TorchBuild("2.8.0+cu128", "12.8", True), None, "warn"),
+    ],
+)
+def test_an_unknown_pair_of_torch_and_triton_is_warned_of(torch, triton, status):
+    assert named("triton", checks(windows_pc(torch=torch, triton=triton))).status == status
+
+
+def test_a_driver_that_prints_an_error_is_a_failure_and_the_card_unknown():
+    facts = windows_pc(gpus=(), driver=Driver(trouble="Driver/library version mismatch; nvidia-smi: exit 9"))
+    found = checks(facts)
+    assert named("driver", found).status == "fail" and named("card", found).status == "unknown"
+    card = named("card", checks(windows_pc(gpus=(replace(RTX_3060, capability=None),))))
+    assert card.status == "unknown" and "NINFER_AGENT_CC" in card.fix
+
+
+def test_a_first_pin_that_fails_is_a_warning_and_the_pageable_way_is_named():
+    found = checks(windows_pc(), trials=lambda: SimpleNamespace(**{**vars(TRIED), "pinned": 784 << 20}))
+    pinned = named("pinned memory", found)
+    assert pinned.status == "warn" and "784 MiB" in pinned.detail and "NINFER_HOST_PAGEABLE" in pinned.fix
+
+
+def test_trials_that_crash_are_unknown_and_never_ok():
+    def crash():
+        raise RuntimeError("CUDA error: an illegal memory access\nmore")
+
+    found = checks(windows_pc(), trials=crash)
+    for name in ("pinned memory", "bandwidth", "sysmem fallback"):
+        assert named(name, found).status == "unknown" and "illegal memory access" in named(name, found).detail
+
+
+def test_the_sysmem_fallback_is_found_out():
+    found = checks(windows_pc(), trials=lambda: SimpleNamespace(**{**vars(TRIED), "spills": True}))
+    assert (
+        named("sysmem fallback", found).status == "warn"
+        and "Sysmem Fallback Policy" in named("sysmem fallback", found).fix
+    )
+    assert named("sysmem fallback", checks(windows_pc())).status == "ok"
+
+
+def test_a_link_below_its_width_is_warned_of():
+    found = checks(windows_pc(), trials=lambda: SimpleNamespace(**{**vars(TRIED), "to_device": 3e9}))
+    assert named("bandwidth", found).status == "warn" and "3.0 GB/s" in named("bandwidth", found).detail
+
+
+def test_a_page_file_too_small_is_named_with_its_place_in_windows():
+    found = checks(windows_pc(memory=HostMemory(32 * GIB, 20 * GIB, 33 * GIB, 3 * GIB)))
+    assert named("page file", found).status == "warn" and "Virtual memory" in named("page file", found).fix
+
+
+def test_a_console_that_is_not_utf8_is_named():
+    found = checks(windows_pc(console=Console("gbk", 936)))
+    assert named("console", found).status == "warn" and "chcp 65001" in named("console", found).fix
+    assert named("console", checks(windows_pc(console=Console(None)))).status == "unknown"
+
+
+def test_spaces_are_no_trouble_and_other_characters_are_named_on_windows():
+    assert named("path", checks(windows_pc(home=r"C:\Users\Ann Lee"))).status == "ok"
+    odd = named("path", checks(windows_pc(home=r"C:\用户\安")))
+    assert odd.status == "warn" and "TRITON_CACHE_DIR" in odd.fix
+    assert named("path", checks(linux_server(home="/home/安"))).status == "ok"
+
+
+def test_a_port_in_use_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        found = examine(laptop(), environ={}, port=server.getsockname()[1])
+    assert named("port", found).status == "warn"
+
+
+def test_what_is_not_known_is_never_ok():
+    facts = windows_pc(memory=None, disk_free=None, symlinks=None, driver=Driver())
+    found = checks(facts)
+    for name in ("ram", "page file", "disk", "symlinks", "driver"):
+        assert named(name, found).status == "unknown"
+
+
+# --- settings ---------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"NINFER_KV_WINDOW": "4096", "NINFER_KV_SNIK": "1"}, "NINFER_KV_SINK"),
+        ({"NINFER_KV_RETRIEVE": "0", "NINFER_KV_DECODE": "recall"}, "runs as window"),
+        ({"NINFER_KV_RETRIEVE": "0", "NINFER_KV_SCORER": "token"}, "scorer is not read"),
+        ({"NINFER_KV_RING": "0", "NINFER_KV_WINDOW": "8192"}, "kv-window is not read"),
+        ({"NINFER_KV_RING": "0", "NINFER_KV_RETRIEVE": "1"}, "nothing is ever cold"),
+        ({"NINFER_KV_RETRIEVE": "512", "NINFER_KV_RETRIEVE_SHARE": "20"}, "retrieve-share is not read"),
+    ],
+)
+def test_contradictions_among_the_switches_are_named(environ, words):
+    found = [finding for finding in checks(laptop(), environ=environ) if finding.name == "settings"]
+    assert any(finding.status == "warn" and words in finding.detail for finding in found)
+    assert all(switch in found[0].detail for switch in environ if switch != "NINFER_KV_SNIK"), "with their sources"
+
+
+def test_a_switch_out_of_its_range_fails():
+    finding = named("settings", checks(laptop(), environ={"NINFER_KV_RETRIEVE_SHARE": "101"}))
+    assert finding.status == "fail" and "1 to 100" in finding.detail
+
+
+# --- the command ------------------------------------
+
+
+def test_doctor_speaks_json_and_checks_a_model(capsys):
+    assert call(["doctor", "--json", "--model", "phantom", "--port", "1"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    found = {check["name"]: check for check in body["checks"]}
+    assert body["ok"] and body["facts"]["system"]
+    assert found["model"]["status"] == found["model tensors"]["status"] == found["model fits"]["status"] == "ok"
+
+
+def test_doctor_fails_on_a_model_that_is_not_whole(tmp_path, capsys):
+    (tmp_path / "half.gguf").write_bytes(b"GGUF\x03\0\0\0")
+    assert call(["doctor", "--model", str(tmp_path / "half.gguf"), "--port", "1"]) == 1
+    assert "fail    model" in capsys.readouterr().out
+
+
+def test_a_model_that_does_not_fit_fails_with_what_would(capsys):
+    assert call(["doctor", "--model", "phantom", "--ram-limit", "1200MiB", "--max-context", "256K", "--port", "1"]) == 1
+    out = capsys.readouterr().out
+    assert "fail    model fits" in out and "--max-context" in out
+
+
+# --- pick-engine ------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("capability", "engine"),
+    [
+        ("8.0", "triton-sm80"),
+        ("8.6", "triton-sm86"),
+        ("8.9", "triton-sm89"),
+        ("9.0", "triton-sm90"),
+        ("12.0", "triton-sm120"),
+        ("10.0", "torch-cuda"),
+        ("7.5", "torch-cuda"),
+    ],
+)
+def test_each_capability_gets_its_engine(capability, engine):
+    facts = windows_pc(gpus=(replace(RTX_3060, capability=capability),))
+    choice = pick_engine(facts, {}, triton_kernels=True)
+    assert (choice.engine, choice.exit_code) == (engine, 0)
+    assert choice.kv_dtype == ("float16" if capability == "7.5" else "bfloat16")
+    assert choice.command("m")[:5] == ["kvring", "serve", "m", "--device", "cuda"]
+
+
+def test_a_build_without_kernels_never_claims_them():
+    choice = pick_engine(linux_server(), {}, triton_kernels=False)
+    assert choice.engine == "torch-cuda" and "no Triton kernels" in choice.reason
+    assert engines.has_triton_kernels() in (True, False)
+
+
+@pytest.mark.parametrize(
+    ("facts", "environ", "code"),
+    [
+        (windows_pc(gpus=(replace(RTX_3060, capability=None),)), {}, 3),
+        (windows_pc(gpus=(), driver=Driver(trouble="nvidia-smi: Unknown Error")), {}, 3),
+        (laptop(), {"NINFER_AGENT_CC": "Field is not valid"}, 3),
+        (windows_pc(torch=TorchBuild("2.8.0+cpu")), {}, 4),
+        (windows_pc(torch=TorchBuild()), {}, 4),
+        (laptop(torch=TorchBuild()), {}, 4),
+        (windows_pc(triton=None), {}, 4),
+        (windows_pc(gpus=(replace(RTX_3060, capability="6.1"),)), {}, 5),
+        (laptop(), {"NINFER_AGENT_CC": ' "5.2" '}, 5),
+        (laptop(), {}, 0),
+        (laptop(), {"NINFER_AGENT_CC": "8.9 "}, 0),
+        (linux_server(), {"NINFER_AGENT_CC": ""}, 0),
+    ],
+)
+def test_pick_engine_says_by_its_exit_code_what_is_wrong(facts, environ, code):
+    choice = pick_engine(facts, environ, triton_kernels=True)
+    assert choice.exit_code == code and choice.reason
+    assert bool(choice.fix) == bool(code)
+
+
+def test_the_window_follows_the_cards_memory():
+    small = pick_engine(windows_pc(), {}, triton_kernels=True)
+    large = pick_engine(linux_server(), {}, triton_kernels=True)
+    assert dict(small.settings)["--profile"] == "12gb" and small.window_tokens == 8192
+    assert small.pool_tokens == (8192 // 64 + 1024 // 64 + 8) * 64
+    assert dict(large.settings) == {"--device": "cuda", "--profile": "24gb", "--vram-limit": "141GiB"}
+    tiny = pick_engine(windows_pc(gpus=(replace(RTX_3060, total=6 * GIB),)), {}, triton_kernels=True)
+    assert dict(tiny.settings) == {"--device": "cuda", "--kv-window": "4096", "--prefill-chunk": "512"}
+
+
+def test_the_command_prints_the_line_to_serve_with(capsys):
+    assert call(["pick-engine", "phantom", "--compute-capability", "8.6"]) == 0
+    assert "kvring serve phantom --device cuda" in capsys.readouterr().out
+    assert call(["pick-engine", "--compute-capability", "N/A"]) == 3
+    assert "error: NINFER_AGENT_CC is 'N/A'" in capsys.readouterr().err
+    assert call(["pick-engine", "--json", "--compute-capability", "3.5"]) == 5
+    assert json.loads(capsys.readouterr().out)["outcome"] == "unsupported"
+
+
+def test_the_torch_line_has_pytorchs_index_and_a_cuda_that_the_driver_runs():
+    assert torch_line(windows_pc()).endswith("cu128")
+    assert torch_line(linux_server(driver=Driver("580", "13.0"))).endswith("cu130")
+    assert H200.hardware_class == "nvidia-h200-sm90"
