@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from engine import prepare as _prepare
 from engine.audit import audit
+from engine.backend import FACTORIES, Factory, Say, choose_backend
 from engine.config import PAGE, EngineConfig, RecallParams, SamplingParams
 from engine.device import free_memory, load_routes, pin_budget, resolve_device, resolve_dtype, set_threads
 from engine.errors import ConfigError, EngineError, RequestError
@@ -39,14 +41,26 @@ Event = Progress | Token | Result
 class Engine:
     """One model over one ring. `admit`, `step` and `cancel` serve many requests; `generate` is all three for one."""
 
-    def __init__(self, config: EngineConfig, model: LoadedModel, platform: Platform | None = None) -> None:
-        """Use `Engine.load`; this form shares a loaded model between engines of different settings."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: LoadedModel,
+        platform: Platform | None = None,
+        *,
+        backends: Seq[Factory] = FACTORIES,
+        say: Say = lambda line: None,
+    ) -> None:
+        """Use `Engine.load`; this form shares a loaded model between engines of different settings.
+
+        `say` is told of each step; `backends` are tried before torch serves.
+        """
         self.config, self.model = config, model
         platform = platform or this_platform()
         transformer, device = model.transformer, model.transformer.device
         shape = KVShape(model.config.layers, model.config.kv_heads, model.config.head_dim, transformer.dtype)
         kind = KIND_OF.get(config.scorer)
         self.profile, self.routes = load_routes(config, device, platform)
+        say(f"device {device}: profile {self.profile.source}, {self.routes.routed} routed keys")
         self.capacity = plan_capacity(
             config,
             shape,
@@ -56,7 +70,7 @@ class Engine:
             digest_token_bytes=digest_token_bytes(kind, shape, device.type) if kind else 0,
             staging_pages=SEGMENT,
         )
-        pages = self.capacity.host_pages
+        pages, began = self.capacity.host_pages, time.perf_counter()
         pinnable = device.type == "cuda" and config.host_memory != "pageable"
         self._host = HostStore(
             shape,
@@ -66,13 +80,16 @@ class Engine:
             pin_budget=pin_budget(device, platform) if pinnable and config.host_memory == "auto" else None,
             verify=config.verify_pages,
         )
+        say(f"host store {format_bytes(self._host.bytes)} committed in {time.perf_counter() - began:.1f} s")
         if config.host_memory == "pinned":
             self._insist_on_pinned()
         pool = DevicePool(shape, self.capacity.pool_pages, pages, device, self.routes)
         digests = Digests(shape, pages, device, transformer.rope)
-        self._runner = Runner(
+        say(f"pool {format_bytes(pool.bytes)}, {self.capacity.pool_pages:,} pages")
+        runner = Runner(
             transformer, pool, self._host, digests, kind if self.capacity.ring else None, config.positions == "compact"
         )
+        self.backend, self._runner = choose_backend(runner, device, backends, say)
         self._prefix = PrefixIndex()
         self._turn = threading.RLock()
         self._stats = EngineStats()
@@ -80,13 +97,28 @@ class Engine:
         self._closed = False
 
     @classmethod
-    def load(cls, config: EngineConfig, model: LoadedModel | None = None, platform: Platform | None = None) -> Engine:
-        """Read the model and reserve the tiers; KVRingError with the numbers and the knob if it can't be served."""
+    def load(
+        cls,
+        config: EngineConfig,
+        model: LoadedModel | None = None,
+        platform: Platform | None = None,
+        *,
+        backends: Seq[Factory] = FACTORIES,
+        say: Say = lambda line: None,
+    ) -> Engine:
+        """Read the model and reserve the tiers; KVRingError with the numbers and the knob if it can't be served.
+
+        `say` is told of each step on the way.
+        """
         device = resolve_device(config.device)
         platform = platform or this_platform()
         set_threads(config.threads, platform)
-        model = model or load_model(config.model, device, resolve_dtype(config.dtype, device, config.model))
-        return cls(config, model, platform)
+        if model is None:
+            began = time.perf_counter()
+            model = load_model(config.model, device, resolve_dtype(config.dtype, device, config.model))
+            size = format_bytes(model.transformer.weight_bytes)
+            say(f"weights {size} of {model.name} read in {time.perf_counter() - began:.1f} s")
+        return cls(config, model, platform, backends=backends, say=say)
 
     def _insist_on_pinned(self) -> None:
         """`--host-memory pinned` is a wish, not a preference: ConfigError if it can't be had whole."""

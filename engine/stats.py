@@ -34,7 +34,8 @@ class EngineStats:
         pool, host, transfer = runner.pool, runner.host, runner.transfer.stats
         return {
             **self.__dict__,
-            "backend": f"torch-{engine.model.transformer.device.type}",
+            "backend": engine.backend.name,
+            "backend_degraded": engine.backend.degraded,
             "pool_pages": pool.slots,
             "pool_pages_used": int((pool.page_in[0] >= 0).sum()),
             "pool_bytes": pool.bytes,

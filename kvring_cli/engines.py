@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from importlib import resources
 from typing import Any
 
 from engine.config import PAGE
@@ -82,8 +81,10 @@ def pick_engine(facts: Facts, environ: Mapping[str, str], *, triton_kernels: boo
 
 
 def has_triton_kernels() -> bool:
-    """Whether this build brings kernels of its own."""
-    return any(entry.name.startswith("triton_") for entry in resources.files("engine.ops").iterdir())
+    """Whether the engine of this build runs on kernels of its own."""
+    from engine.backend import FACTORIES
+
+    return bool(FACTORIES)
 
 
 def _for_card(facts: Facts, gpu: Gpu, kernels: bool, pretended: bool) -> Choice:

@@ -62,17 +62,23 @@ def start(resolved: Resolved, verbose: bool) -> Engine:
         from engine.engine import Engine
 
         try:
-            engine = Engine.load(resolved.config)
+            engine = Engine.load(resolved.config, say=_log if verbose else lambda line: None)
         except BaseException as error:
             record.end(error)
             raise
     record.ready(engine, capacity_lines(engine))
+    if engine.backend.degraded:
+        console.warn(f"{engine.backend.degraded}; {engine.backend.name} serves instead")
     for note in engine.capacity.notes:
         console.say(f"note: {note}")
     if verbose:
         for line in capacity_lines(engine):
             console.say(line, "dim")
     return engine
+
+
+def _log(line: str) -> None:
+    console.say(f"start | {line}", "dim")
 
 
 def capacity_lines(engine: Engine) -> list[str]:

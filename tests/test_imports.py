@@ -15,7 +15,7 @@ ORDER = [
     ("engine.model", "engine.kv", "engine.recall"),
     ("engine.device", "engine.trials", "engine.prefix", "engine.sequence", "engine.sampler", "engine.result"),
     ("engine.scheduler", "engine.prepare", "engine.step", "engine.stats"),
-    ("engine.runner",),
+    ("engine.runner", "engine.backend"),
     ("engine.session", "engine.audit"),
     ("engine.turns",),
     ("engine.engine",),

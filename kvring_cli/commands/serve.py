@@ -125,7 +125,11 @@ def _serve(
     def load(loaded: Any) -> Any:
         from engine.engine import Engine
 
-        engine = Engine.load(resolved.config, loaded)
+        engine = Engine.load(resolved.config, loaded, say=lambda line: console.say(f"start | {line}"))
+        if strict and engine.backend.degraded:
+            raise ConfigError(
+                f"--strict: {engine.backend.degraded}", "mend it, or leave --strict out: torch serves then"
+            )
         if strict and engine.capacity.notes:
             raise ConfigError(f"--strict: {engine.capacity.notes[0]}", "ask for what fits, or leave --strict out")
         return engine

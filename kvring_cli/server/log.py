@@ -107,7 +107,8 @@ def ready_lines(engine: Engine, seconds: float) -> list[str]:
     total = window.sink + window.selection + window.recent + window.free
     runtime = capacity.pool_bytes + capacity.digest_bytes + capacity.staging_bytes
     return [
-        f"device profile {engine.model.transformer.device.type}: 0 routed keys (built-in; torch has no routes)",
+        _profile(engine),
+        _backend(engine),
         _scoring(engine),
         f"engine ready | {engine.model.name} | total {seconds:.1f}s | weights {capacity.weight_bytes / GIB:.2f} GiB",
         f"capacity | KV {capacity.pool_pages * 64:,} tokens, {dtype}, "
@@ -115,8 +116,33 @@ def ready_lines(engine: Engine, seconds: float) -> list[str]:
         f"{capacity.logical_pages:,} | runtime {runtime / GIB:.2f} GiB | free {_free(engine) / GIB:.2f} GiB",
         f"[ring] budgets: sink={window.sink}, selection={window.selection}, recent={window.recent}, "
         f"free={window.free} (pool {window.pool}) [sum == pool: {'yes' if total == window.pool else 'no'}]",
+        f"host store {capacity.host_bytes / GIB:.2f} GiB, committed | {_host_memory(engine)}",
         f"reuse host-backed: {'on' if config.reuse else 'off'}",
     ]
+
+
+def _profile(engine: Engine) -> str:
+    row = engine.profile.profile
+    name = row.hardware_class if row else engine.model.transformer.device.type
+    return f"device profile {name}: {engine.routes.routed} routed keys ({engine.routes.source})"
+
+
+def _backend(engine: Engine) -> str:
+    backend = engine.backend
+    return f"backend {backend.name}: {backend.reason}" + (
+        f" | DEGRADED: {backend.degraded}" if backend.degraded else ""
+    )
+
+
+def _host_memory(engine: Engine) -> str:
+    """What the host store is made of; pinning goes on in the background."""
+    stats = engine.stats()
+    if engine.model.transformer.device.type == "cpu":
+        return "ordinary (the CPU computes)"
+    if engine.config.host_memory == "pageable":
+        return "pageable, as asked"
+    refused = stats["host_pieces_refused"]
+    return f"pinned {stats['host_pinned_bytes'] / GIB:.2f} GiB so far, {refused} pieces stay pageable"
 
 
 def _scoring(engine: Engine) -> str:

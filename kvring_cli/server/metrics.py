@@ -34,6 +34,7 @@ _GAUGES = {
     "pool_bytes": "Bytes of the device pool.",
     "host_bytes": "Bytes of the host store.",
     "host_pinned_bytes": "Bytes of the host store that are pinned.",
+    "host_pieces_refused": "Pieces of the host store that could not be pinned and stay pageable.",
     "weight_bytes": "Bytes of the weights.",
 }
 
@@ -86,6 +87,9 @@ class Metrics:
         backend = GaugeMetricFamily("kvring_backend_info", "What computes.", labels=["backend"])
         backend.add_metric([stats["backend"]], 1)
         yield backend
+        degraded = GaugeMetricFamily("kvring_backend_degraded", "1 while a faster backend could not serve.")
+        degraded.add_metric([], float(bool(stats["backend_degraded"])))
+        yield degraded
         for name, text in _COUNTERS.items():
             yield CounterMetricFamily(f"kvring_{name}", text, value=stats[name])
         for name, text in _GAUGES.items():
