@@ -38,7 +38,7 @@ class EngineConfig:
     positions: str = "absolute"  # absolute | compact
     reuse: bool = True
     host_memory: str = "auto"  # auto | pinned | pageable
-    host_kv_bytes: int | None = None  # None = what max_context needs
+    host_kv_bytes: int | str | None = None  # None = what max_context needs; auto = several contexts, as RAM allows
     device_limit_bytes: int | None = None
     ram_limit_bytes: int | None = None
     verify_pages: bool = False

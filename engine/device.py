@@ -17,6 +17,8 @@ from engine.routes import Routes
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEVICE_SHARE = 0.90
 """Of the free device memory; the driver and other programs want the rest."""
+THREADS_PER_PROCESSOR = 4
+"""Above that torch only gets slower, and a few thousand threads end the process."""
 
 
 def resolve_device(name: str) -> torch.device:
@@ -50,10 +52,33 @@ def _cpu_multiplies_bfloat16() -> bool:
     return "AVX512" in capabilities and any(check() for check in checks if check is not None)
 
 
+def explain_compute(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> str:
+    """Device, dtype and threads as they were resolved, each with where it comes from."""
+    shown = str(dtype).removeprefix("torch.")
+    if config.dtype != "auto":
+        why = "--dtype"
+    elif dtype == torch.float32:
+        why = "auto: the CPU is exact and no slower so"
+    elif device.type == "cuda":
+        why = "auto: what the card multiplies fast"
+    else:
+        why = "auto: a GGUF file on a CPU that multiplies it in hardware; --dtype float32 is exacter"
+    if config.threads is not None:
+        threads = "--threads"
+    else:
+        threads = "OMP_NUM_THREADS" if "OMP_NUM_THREADS" in os.environ else "auto: all that this process may use"
+    where = "--device" if config.device != "auto" else f"auto: {'a' if device.type == 'cuda' else 'no'} CUDA device"
+    return f"{device} ({where}) | {shown} ({why}) | threads {torch.get_num_threads()} ({threads})"
+
+
 def set_threads(threads: int | None, platform: Platform | None = None) -> None:
     if threads is not None:
-        if threads < 1:
-            raise ConfigError(f"{threads} threads compute nothing", "--threads 1 or more")
+        most = THREADS_PER_PROCESSOR * (platform or this_platform()).processors()
+        if not 1 <= threads <= most:
+            raise ConfigError(
+                f"{threads:,} threads on {most // THREADS_PER_PROCESSOR} processors would stand in each other's way",
+                f"--threads from 1 to {most}, or leave it out for all processors",
+            )
         torch.set_num_threads(threads)
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads((platform or this_platform()).processors())

@@ -15,7 +15,15 @@ from engine import prepare as _prepare
 from engine.audit import audit
 from engine.backend import FACTORIES, Factory, Say, choose_backend
 from engine.config import PAGE, EngineConfig, RecallParams, SamplingParams
-from engine.device import free_memory, load_routes, pin_budget, resolve_device, resolve_dtype, set_threads
+from engine.device import (
+    explain_compute,
+    free_memory,
+    load_routes,
+    pin_budget,
+    resolve_device,
+    resolve_dtype,
+    set_threads,
+)
 from engine.errors import ConfigError, EngineError, RequestError
 from engine.kv.budget import plan_capacity
 from engine.kv.host import HostStore
@@ -264,6 +272,24 @@ class Engine:
             self._host.seal(pages)
             self._runner.pool.drop(pages)
 
+    @property
+    def compute(self) -> str:
+        """Device, dtype and threads, each with where it comes from."""
+        transformer = self.model.transformer
+        return explain_compute(self.config, transformer.device, transformer.dtype)
+
+    def unpinned(self, wait: bool = False) -> str:
+        """What of the host store copies slower because the driver pinned no more; `wait` until all was tried."""
+        pinning = self._host.pinning
+        if pinning is None:
+            return ""
+        if wait:
+            pinning.wait()
+        held, whole = pinning.bytes, self._host.bytes
+        if not pinning.done or held == whole:
+            return ""
+        return f"{format_bytes(held)} of the {format_bytes(whole)} of host store are pinned; the rest copies slower"
+
     def stats(self) -> dict[str, Any]:
         """Counters since the start and what is where now; plain numbers and strings."""
         runner = self._runner
@@ -283,12 +309,13 @@ class Engine:
             self._runner.release(self._prefix.evict(len(self._prefix), self._host.references))
 
     def close(self) -> None:
-        """Free both tiers. Further requests are refused."""
+        """Free both tiers, whoever still holds this engine. Further requests are refused."""
         with self._turn:
             if not self._closed:
                 self._closed = True
                 self._runner.transfer.settle(wait=True)
-                self._host.close()
+                for part in (self._host, self._runner.pool, self._runner.digests):
+                    part.close()
 
     def _open_or_raise(self) -> None:
         if self._closed:

@@ -56,7 +56,7 @@ class Setting:
             return "auto"
         if isinstance(value, bool):
             return "on" if value else "off"
-        return format_bytes(value) if self.field.endswith("_bytes") else str(value)
+        return format_bytes(value) if self.field.endswith("_bytes") and not isinstance(value, str) else str(value)
 
     def read(self, text: str, source: str) -> Any:
         """The value of `text`, which came from `source` (the flag or the switch); ConfigError naming the range."""
@@ -88,10 +88,15 @@ class Resolved:
 
 
 def resolve(
-    model: str, flags: Mapping[str, Any], environ: Mapping[str, str], profile: Mapping[str, Any] | None = None
+    model: str,
+    flags: Mapping[str, Any],
+    environ: Mapping[str, str],
+    profile: Mapping[str, Any] | None = None,
+    defaults: Mapping[str, Any] | None = None,
 ) -> Resolved:
     """EngineConfig for `model` from flags and profile (both by field; None or absent = not given) and the environment.
 
+    `defaults`: those of the command, where they differ from the engine's.
     Text among the flags is parsed as the flag takes it. Raises ConfigError for a value out of its range.
     """
     chosen: dict[str, Effective] = {}
@@ -109,7 +114,7 @@ def resolve(
         elif profile and profile.get(setting.field) is not None:
             chosen[setting.field] = Effective(profile[setting.field], "profile")
         else:
-            chosen[setting.field] = Effective(setting.default, "default")
+            chosen[setting.field] = Effective((defaults or {}).get(setting.field, setting.default), "default")
     config = EngineConfig(model=model, **{field: effective.value for field, effective in chosen.items()})
     given = [field for field, effective in chosen.items() if effective.source not in ("default", "profile")]
     warnings += conflicts(config, given)
@@ -190,8 +195,10 @@ def _retrieve(text: str) -> str | int:
     return _within(parse_tokens, PAGE)(text)
 
 
-def _gib(text: str) -> int:
+def _gib(text: str) -> int | str:
     """A bare number is GiB here; with a unit it is what it says."""
+    if text.lower() == "auto":
+        return "auto"
     size = parse_bytes(f"{text}GiB" if text.replace(".", "", 1).isdecimal() else text)
     return _within(int, 1)(str(size))
 
@@ -215,8 +222,8 @@ SETTINGS: tuple[Setting, ...] = (
             _boolean_or(_ring, "on", "off")),
     Setting("host_memory", "--host-memory", _host_memory, "auto, pinned or pageable (as a switch: 1 pageable)",
             "What the host store is made of.", "NINFER_HOST_PAGEABLE", _boolean_or(_host_memory, "pageable", "auto")),
-    Setting("host_kv_bytes", "--host-kv-gib", _gib, "GiB, above 0",
-            "Size of the host store in GiB. Left out: what the context needs."),
+    Setting("host_kv_bytes", "--host-kv-gib", _gib, "auto, or GiB above 0",
+            "Size of the host store; auto holds several contexts. Left out: what one context needs, in serve auto."),
     Setting("device_limit_bytes", "--vram-limit", _memory, "memory with its unit, 1MiB or more (12GiB)",
             "Use no more device memory than this."),
     Setting("ram_limit_bytes", "--ram-limit", _memory, "memory with its unit, 1MiB or more (32GiB)",

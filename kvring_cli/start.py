@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine.switches import SETTINGS, Resolved, resolve
 from engine.units import format_bytes
@@ -14,11 +14,14 @@ if TYPE_CHECKING:
     from engine.engine import Engine
 
 
-def settle(model: str, flags: Flags, verbose: bool) -> Resolved:
-    """The effective settings, shown with their sources: all when `verbose`, else those that are not the default."""
+def settle(model: str, flags: Flags, verbose: bool, **defaults: Any) -> Resolved:
+    """The effective settings, shown with their sources: all when `verbose`, else those that are not the default.
+
+    `defaults`: the command's own, by field of EngineConfig.
+    """
     from kvring_cli import models
 
-    resolved = resolve(str(models.resolve(model)), flags, os.environ)
+    resolved = resolve(str(models.resolve(model)), flags, os.environ, defaults=defaults)
     for warning in resolved.warnings:
         console.warn(warning)
     if verbose:
@@ -69,8 +72,10 @@ def start(resolved: Resolved, verbose: bool) -> Engine:
     record.ready(engine, capacity_lines(engine))
     if engine.backend.degraded:
         console.warn(f"{engine.backend.degraded}; {engine.backend.name} serves instead")
-    for note in engine.capacity.notes:
+    for note in filter(None, (*engine.capacity.notes, engine.unpinned())):
         console.say(f"note: {note}")
+    if verbose or (resolved.config.dtype == "auto" and "GGUF" in engine.compute):
+        console.say(f"compute | {engine.compute}", "dim")
     if verbose:
         for line in capacity_lines(engine):
             console.say(line, "dim")

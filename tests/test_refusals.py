@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.config import EngineConfig, RecallParams, SamplingParams
 from engine.engine import Engine
-from engine.errors import ConfigError, ModelError, RequestError
+from engine.errors import ConfigError, EngineError, ModelError, RequestError
 from engine.kv.budget import Memory, plan_capacity
 from engine.kv.page import KVShape
 from engine.units import GIB, MIB, format_bytes, parse_bytes, parse_tokens
@@ -84,6 +86,25 @@ def test_the_automatic_context_is_never_refused_where_the_device_is_the_host(ram
     config = replace(BASE, max_context=None, kv_capacity=4032)
     capacity = plan(config, ram=ram * GIB, device=None, weights=0, digest=36 * 8 * 132)
     assert 0 < capacity.context < 262_144 and capacity.notes
+
+
+@given(st.integers(3, 200), st.integers(1, 262_144), st.sampled_from([None, 6, 12, 24]), st.integers(0, 40_000))
+def test_an_automatic_host_store_holds_a_context_and_never_more_than_memory_may_spare(ram, context, device, digest):
+    config = replace(BASE, max_context=context, kv_capacity=4032, host_kv_bytes="auto")
+    weights = GIB if device else 0
+    sizes = {"ram": ram * GIB, "device": device and device * GIB, "weights": weights, "digest": digest}
+    try:
+        one = plan(replace(config, host_kv_bytes=None), **sizes)
+    except ConfigError:
+        with pytest.raises(ConfigError):
+            plan(config, **sizes)
+        return
+    auto = plan(config, **sizes)
+    assert one.host_pages <= auto.host_pages <= 4 * one.host_pages and auto.context == one.context
+    if auto.host_pages > one.host_pages:
+        assert auto.host_bytes + (0 if device else auto.digest_bytes) <= (ram - 1) * GIB / 2
+    assert device is None or auto.device_bytes <= device * GIB
+    assert auto.host_reason.startswith("auto: ") and one.host_reason == "what the longest context needs"
 
 
 def test_a_compact_window_stays_within_what_the_model_was_trained_on():
@@ -162,6 +183,17 @@ def test_lexical_recall_that_matches_nothing_says_so(make_engine, words, phantom
     result = engine.complete(engine.prepare(prompt, SamplingParams(max_tokens=2), params))
     if result.recall.lexical_matches == 0:
         assert any("lexical recall found no page" in warning for warning in result.warnings)
+
+
+def test_a_closed_engine_gives_its_memory_back_though_somebody_holds_it(phantom):
+    import psutil
+
+    engine, process = Engine(EngineConfig(model="", max_context=100_000), phantom), psutil.Process()
+    size, held = engine.capacity.host_bytes, process.memory_info().rss
+    engine.close()
+    assert held - process.memory_info().rss > 0.9 * size > 300 * MIB
+    with pytest.raises(EngineError, match="closed"):
+        engine.admit(engine.prepare("Hello"))
 
 
 def test_a_system_prompt_grows_the_sink(make_engine, words):

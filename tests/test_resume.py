@@ -89,6 +89,22 @@ def test_the_least_recently_used_conversation_goes_first_tail_first(make_engine,
     assert kept_b == 0
 
 
+def test_under_pressure_the_older_conversation_loses_its_tail_and_what_is_in_use_loses_nothing(make_engine, words):
+    """48 pages; a and b leave 15 each, and c needs 22: the 4 that are short are the end of b."""
+    engine = make_engine(max_context=48 * PAGE)
+    a, b, c = words(1000, 1), words(1000, 2), words(1400, 3)
+    for prompt in (a, b, a):
+        engine.complete(engine.prepare(prompt, SHORT))
+    again = engine.admit(engine.prepare(a, SHORT))
+    held = list(again.sequence.pages)
+    newcomer = engine.admit(engine.prepare(c, SHORT))
+    while engine.step():
+        engine.audit(deep=True)
+        assert again.done or again.sequence.pages[: len(held)] == held
+    assert again.cached == 15 * PAGE and newcomer.finish == "length"
+    assert engine.complete(engine.prepare(b, SHORT)).usage.cached == 11 * PAGE
+
+
 def test_reuse_off_caches_nothing(make_engine, words):
     engine = make_engine(reuse=False)
     for _ in range(2):

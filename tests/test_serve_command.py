@@ -24,7 +24,9 @@ LINES = [
     r"engine ready \| phantom \| total \d+\.\ds \| weights \d+\.\d\d GiB",
     r"capacity \| KV 2,560 tokens, float32, explicit \| pages 40/128 \| runtime \d+\.\d\d GiB \| free \d+\.\d\d GiB",
     r"\[ring\] budgets: sink=4, selection=\d+, recent=\d+, free=\d+ \(pool 40\) \[sum == pool: yes\]",
+    r"host store 0\.12 GiB, committed, 4\.0 contexts of 8,192 tokens \(auto: 4 contexts\) \| ",
     r"reuse host-backed: on",
+    r"compute \| cpu \(auto: no CUDA device\) \| float32 \(auto: .+\) \| threads \d+ \(.+\)",
     r"max_tokens where a request doesn't say \| 32,768 \(default\), clamped to what fits in the context: 8,191",
     r"listening on http://127\.0\.0\.1:\d+ \| model phantom \| auth disabled",
 ]
@@ -123,6 +125,14 @@ def test_strict_refuses_what_would_only_be_warned_of(monkeypatch, capsys):
     monkeypatch.setenv("NINFER_KV_RETREIVE", "1")
     assert call(["serve", "phantom", "--port", "0", "--strict"]) == 1
     assert "NINFER_KV_RETRIEVE" in capsys.readouterr().err
+
+
+def test_strict_refuses_a_slower_path_that_was_taken(monkeypatch, capsys):
+    from engine.engine import Engine
+
+    monkeypatch.setattr(Engine, "unpinned", lambda self, wait=False: "half of it is pinned" * wait)
+    assert call(["serve", "phantom", "--port", "0", "--strict", *SIZES]) == 1
+    assert "--strict: half of it is pinned" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("pool, asked, active", [(63, 4, 4), (40, 4, 4), (24, 4, 3), (9, 4, 1), (63, 20, 7)])

@@ -20,6 +20,8 @@ SLACK = 8
 DEFAULT_WINDOW = 16384
 RAM_HEADROOM = GIB
 """Host memory that is left alone: a recipe that left 0.5 GB free killed machines."""
+CONTEXTS = 4
+"""Longest contexts that an automatic host store has room for: below that, conversations in turn evict each other."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,7 @@ class Capacity:
     digest_bytes: int
     staging_bytes: int
     notes: tuple[str, ...] = ()
+    host_reason: str = "what the longest context needs"
 
     @property
     def device_bytes(self) -> int:
@@ -133,7 +136,8 @@ def plan_capacity(
     notes: list[str] = []
     ram = min(memory.ram, config.ram_limit_bytes) if config.ram_limit_bytes else memory.ram
     ram_room = max(0, ram - RAM_HEADROOM)
-    host_room = min(ram_room, config.host_kv_bytes) if config.host_kv_bytes else ram_room
+    asked = config.host_kv_bytes if isinstance(config.host_kv_bytes, int) else None
+    host_room = ram_room if asked is None else min(ram_room, asked)
     page, fixed = shape.page_bytes, 0
     if memory.device is None:  # digests, pool and staging lie in the same memory
         pool = _pool_pages(config, page_count(config.max_context or trained_context), trained_context)
@@ -149,13 +153,20 @@ def plan_capacity(
             f"{context:,} tokens ({logical} pages)",
             f"--ring auto, or --kv-capacity {logical * PAGE}, or --max-context {pool * PAGE}",
         )
-    host = logical if config.host_kv_bytes is None else config.host_kv_bytes // shape.page_bytes
+    host = logical if asked is None else asked // shape.page_bytes
     if host < logical:
         raise ConfigError(
-            f"a host store of {format_bytes(config.host_kv_bytes)} holds {host} pages, the context of {context:,} "
+            f"a host store of {format_bytes(asked)} holds {host} pages, the context of {context:,} "
             f"tokens needs {logical} ({format_bytes(logical * shape.page_bytes)})",
             f"--host-kv-gib {logical * shape.page_bytes / GIB:.2f} or more, or --max-context {host * PAGE}",
         )
+    digest_page = PAGE * digest_token_bytes if ring else 0
+    host_reason = Capacity.host_reason if asked is None else "--host-kv-gib"
+    if config.host_kv_bytes == "auto":
+        fixed = weight_bytes + pool * shape.page_bytes + 2 * staging_pages * shape.layer_page_bytes
+        limit = _device_limit(config, memory)
+        spare = None if limit is None else max(0, limit - fixed - logical * digest_page)
+        host, host_reason = _automatic_host(logical, shape.page_bytes, digest_page, ram_room, spare)
     host_bytes = host * shape.page_bytes
     if host_bytes > ram_room:
         # Where the device is the host, digests and pool lie in the same memory.
@@ -185,12 +196,32 @@ def plan_capacity(
         weight_bytes=weight_bytes,
         pool_bytes=pool * shape.page_bytes,
         host_bytes=host_bytes,
-        digest_bytes=host * PAGE * digest_token_bytes if ring else 0,
+        digest_bytes=host * digest_page,
         staging_bytes=2 * staging_pages * shape.layer_page_bytes,
         notes=tuple(notes),
+        host_reason=host_reason,
     )
     _check_device(config, shape, memory, capacity, host * PAGE * digest_token_bytes)
     return capacity
+
+
+def _automatic_host(logical: int, page_bytes: int, digest_page: int, ram: int, spare: int | None) -> tuple[int, str]:
+    """Pages, and what set their number. `spare`: bytes of the device that digests of more pages may take half of.
+
+    Never less than one context: whether that fits is for others to refuse.
+    """
+    most = CONTEXTS * logical
+    by_ram = ram // 2 // (page_bytes + (digest_page if spare is None else 0))
+    by_device = most if spare is None or not digest_page else logical + spare // 2 // digest_page
+    pages = max(logical, min(most, by_ram, by_device))
+    if pages == most:
+        return pages, f"auto: {CONTEXTS} contexts"
+    if pages == logical:
+        return pages, "auto: one context, memory holds no second"
+    return (
+        pages,
+        "auto: half of the free RAM" if by_ram <= by_device else "auto: half of the free device memory in digests",
+    )
 
 
 def _context(config: EngineConfig, largest: int, trained: int, notes: list[str]) -> int:
@@ -231,9 +262,7 @@ def _pool_pages(config: EngineConfig, logical: int, trained: int) -> int:
 
 
 def _check_device(config: EngineConfig, shape: KVShape, memory: Memory, capacity: Capacity, ring_digests: int) -> None:
-    limit = memory.device if memory.device is not None else None
-    if config.device_limit_bytes is not None:
-        limit = min(limit, config.device_limit_bytes) if limit is not None else config.device_limit_bytes
+    limit = _device_limit(config, memory)
     if limit is None:
         if capacity.host_bytes + capacity.device_bytes - capacity.weight_bytes > memory.ram - RAM_HEADROOM:
             raise ConfigError(
@@ -250,6 +279,12 @@ def _check_device(config: EngineConfig, shape: KVShape, memory: Memory, capacity
             f"{format_bytes(capacity.device_bytes)} exceed the device's {format_bytes(limit)}",
             _smaller_device(shape, capacity, limit, ring_digests),
         )
+
+
+def _device_limit(config: EngineConfig, memory: Memory) -> int | None:
+    """Bytes of the device that may be used; None: the device is the host, and only its RAM limits."""
+    limits = [limit for limit in (memory.device, config.device_limit_bytes) if limit is not None]
+    return min(limits, default=None)
 
 
 def _smaller_context(shape: KVShape, capacity: Capacity, room: int) -> str:

@@ -118,8 +118,10 @@ class HostStore:
         return self._checksum is not None
 
     def close(self) -> None:
+        """Give the memory back."""
         if self.pinning is not None:
             self.pinning.close()
+        self.data, self._memory = self.data.new_empty(0), None
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:

@@ -91,6 +91,7 @@ class Pinning:
         while self._held:
             self._registrar.unregister(self._held.pop())
         self.pinned[:] = False
+        self._memory = None
 
     def _run(self) -> None:
         step = max(1, PIECE // self._page_bytes)

@@ -95,3 +95,7 @@ class DevicePool:
         if self.data.device.type == "cpu" and self.routes.pick("page_gather", len(slots)) == "take":
             return torch.from_numpy(self._raw[layer].take(slots, 0)).view(self.data.dtype)
         return self.data[layer].index_select(0, torch.from_numpy(slots).to(self.data.device))
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.data = self.data.new_empty(0)

@@ -126,3 +126,8 @@ class Digests:
     @property
     def bytes(self) -> int:
         return sum(store.numel() * store.element_size() for stores in self._store.values() for store in stores)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._store.clear()
+        self._made.clear()

@@ -69,7 +69,10 @@ def serve(
         typer.Option("--on-failure", help="What to do when the engine dies.", rich_help_panel=_SERVER),
     ] = "report",
     strict: Annotated[
-        bool, typer.Option("--strict", help="Refuse what would only be warned of.", rich_help_panel=_SERVER)
+        bool,
+        typer.Option(
+            "--strict", help="Refuse what would only be warned of, slower paths included.", rich_help_panel=_SERVER
+        ),
     ] = False,
     verbose: Verbose = False,
     flags: Flags,
@@ -79,7 +82,7 @@ def serve(
     from kvring_cli.start import settle
 
     began = time.perf_counter()
-    resolved = settle(model, flags, verbose)
+    resolved = settle(model, flags, verbose, host_kv_bytes="auto")
     record = Record(resolved)
     if strict and resolved.warnings:
         raise ConfigError(f"--strict: {resolved.warnings[0]}", "mend it, or leave --strict out")
@@ -126,12 +129,12 @@ def _serve(
         from engine.engine import Engine
 
         engine = Engine.load(resolved.config, loaded, say=lambda line: console.say(f"start | {line}"))
-        if strict and engine.backend.degraded:
+        faults = [engine.backend.degraded, *engine.capacity.notes, engine.unpinned(wait=True)] if strict else []
+        if any(faults):
+            engine.close()
             raise ConfigError(
-                f"--strict: {engine.backend.degraded}", "mend it, or leave --strict out: torch serves then"
+                f"--strict: {next(filter(None, faults))}", "mend it, ask for what fits, or leave --strict out"
             )
-        if strict and engine.capacity.notes:
-            raise ConfigError(f"--strict: {engine.capacity.notes[0]}", "ask for what fits, or leave --strict out")
         return engine
 
     service = Service(load, settings, RequestLog(request_log, record.request))
@@ -141,7 +144,7 @@ def _serve(
 
     def ready(service: Service) -> None:
         engine = service.engine
-        for note in engine.capacity.notes:
+        for note in filter(None, (*engine.capacity.notes, engine.unpinned())):
             console.say(f"note: {note}")
         lines = ready_lines(engine, time.perf_counter() - began)
         for line in lines:

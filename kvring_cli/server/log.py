@@ -116,8 +116,11 @@ def ready_lines(engine: Engine, seconds: float) -> list[str]:
         f"{capacity.logical_pages:,} | runtime {runtime / GIB:.2f} GiB | free {_free(engine) / GIB:.2f} GiB",
         f"[ring] budgets: sink={window.sink}, selection={window.selection}, recent={window.recent}, "
         f"free={window.free} (pool {window.pool}) [sum == pool: {'yes' if total == window.pool else 'no'}]",
-        f"host store {capacity.host_bytes / GIB:.2f} GiB, committed | {_host_memory(engine)}",
+        f"host store {capacity.host_bytes / GIB:.2f} GiB, committed, "
+        f"{capacity.host_pages / capacity.logical_pages:.1f} contexts of {capacity.context:,} tokens "
+        f"({capacity.host_reason}) | {_host_memory(engine)}",
         f"reuse host-backed: {'on' if config.reuse else 'off'}",
+        f"compute | {engine.compute}",
     ]
 
 
