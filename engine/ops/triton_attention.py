@@ -18,7 +18,6 @@ from engine.ops import geometry as g
 from engine.ops.geometry import Turns
 
 LOG2E = 1.4426950408889634
-WARPS = 4
 PAST, FIRST, OWN, WINDOW = map(tl.constexpr, (g.PAST, g.FIRST, g.OWN, g.WINDOW))
 STREAMED = tl.constexpr(g.STREAMED)
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -225,7 +224,7 @@ class PagedAttention:
             ALL=window is None,
             COLD=host is not None,
             COMPACT=compact,
-            num_warps=WARPS,
+            num_warps=2 if rows == 16 else 4,
             num_stages=2,
         )
         _merge[(tokens * self.heads,)](

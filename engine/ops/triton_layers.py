@@ -94,22 +94,23 @@ def head_norm(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, heads: int, kv_he
 
 
 @triton.jit
-def _merge_into(out, lse, more, more_lse, WIDE: tl.constexpr, DIM: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, WIDE)
-    a, b = tl.load(lse + row), tl.load(more_lse + row)
+def _merge_into(out, lse, more, more_lse, rows, WIDE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    at = row[:, None] * DIM + tl.arange(0, WIDE)[None, :]
+    inside = (row < rows)[:, None] & (tl.arange(0, WIDE) < DIM)[None, :]
+    a, b = tl.load(lse + row, mask=row < rows, other=0.0), tl.load(more_lse + row, mask=row < rows, other=0.0)
     top = tl.maximum(a, b)
     safe = tl.where(top == float("-inf"), 0.0, top)
     total = safe + tl.log(tl.exp(a - safe) + tl.exp(b - safe))
-    x = tl.load(out + row * DIM + at, mask=at < DIM, other=0.0)
-    y = tl.load(more + row * DIM + at, mask=at < DIM, other=0.0).to(tl.float32)
-    tl.store(out + row * DIM + at, x * tl.exp(a - total) + y * tl.exp(b - total), mask=at < DIM)
-    tl.store(lse + row, total)
+    x = tl.load(out + at, mask=inside, other=0.0)
+    y = tl.load(more + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, x * tl.exp(a - total)[:, None] + y * tl.exp(b - total)[:, None], mask=inside)
+    tl.store(lse + row, total, mask=row < rows)
 
 
 def merge_into(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
-    """Merge one more segment's attention into out float32 [T, heads, dim] and lse float32 [T, heads], in place."""
-    dim = out.shape[-1]
-    _merge_into[(out.shape[0] * out.shape[1],)](
-        out, lse, more, more_lse, WIDE=triton.next_power_of_2(dim), DIM=dim, num_warps=1
+    """Merge one more segment's attention into out float32 [..., dim] and lse float32 [...], in place; all contiguous."""
+    dim, rows = out.shape[-1], lse.numel()
+    _merge_into[(triton.cdiv(rows, 16),)](
+        out, lse, more, more_lse, rows, WIDE=triton.next_power_of_2(dim), DIM=dim, BLOCK=16, num_warps=4
     )

@@ -119,6 +119,7 @@ class PageScores:
         self.splits = 1
         self.lse = torch.empty(kv_heads, padded, pages, dtype=torch.float32, device=device)
         self.top, self.sum = (torch.empty(kv_heads * padded * self._splits(1), device=device) for _ in range(2))
+        self.keys = torch.empty(kv_heads, pages, dtype=torch.int32, device=device)
         self.order = torch.empty(pages, dtype=torch.int32, device=device)
 
     def _splits(self, blocks: int) -> int:

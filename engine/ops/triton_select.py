@@ -28,43 +28,57 @@ OWN_PAGES = 32
 
 
 @triton.jit
-def _keys(lse, page, past, rows, pages, top, total, why, role, hysteresis, ROWS: tl.constexpr, PLACES: tl.constexpr):
-    """int32 [n] that order pages as their share of attention does, the best over the rows; -1: may not be chosen.
-
-    The lowest bits hold the page, so that no two are equal and the earlier page comes first.
-    """
-    row = tl.arange(0, ROWS)
-    x = tl.load(
-        lse + row.to(tl.int64)[:, None] * pages + page[None, :],
-        mask=(row < rows)[:, None] & (page < past)[None, :],
-        other=float("-inf"),
-    )
-    share = tl.max(tl.exp(x - top[:, None]) / total[:, None], 0)
-    held = tl.load(why + page, mask=page < past, other=0) != UNSELECTED
-    share = tl.where(held, share * hysteresis, share)
-    kind = tl.load(role + page, mask=page < past, other=0)
-    key = (share.to(tl.int32, bitcast=True) & -PLACES) | (PLACES - 1 - page)
-    return tl.where((kind == CANDIDATE) | (kind == TAKEN), key, -1)
-
-
-@triton.jit
-def _rank(
+def _key(
     lse,  # float32 [KV_HEADS, PADDED, pages]
     top_part,  # float32 [KV_HEADS, PADDED, splits]
     sum_part,
     why,  # uint8 [pages]: of the step before
     role,  # uint8 [pages]
-    order,  # int32 [pages]: lowered to the best turn of any head
+    keys,  # int32 [KV_HEADS, pages]: out
     geometry,
     rows,
     pages,
     splits,
     hysteresis,
-    KV_HEADS: tl.constexpr,
     PADDED: tl.constexpr,
     ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
     PLACES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Integers that order pages as their share of attention does, the best over the rows; -1: may not be chosen.
+
+    The lowest bits hold the page, so that no two are equal and the earlier page comes first.
+    """
+    head = tl.program_id(1)
+    past = tl.load(geometry + PAST)
+    page = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if tl.program_id(0) * BLOCK < past:
+        row, split = tl.arange(0, ROWS), tl.arange(0, SPLITS)
+        at = (head * PADDED + row)[:, None] * splits + split[None, :]
+        inside = (row < rows)[:, None] & (split < splits)[None, :]
+        tops = tl.load(top_part + at, mask=inside, other=float("-inf"))
+        top = tl.where(row < rows, tl.max(tops, 1), 0.0)
+        total = tl.sum(tl.load(sum_part + at, mask=inside, other=0.0) * tl.exp(tops - top[:, None]), 1)
+        total = top + tl.log(tl.where(row < rows, total, 1.0))
+        lse += (head * PADDED + row).to(tl.int64)[:, None] * pages + page[None, :]
+        x = tl.load(lse, mask=(row < rows)[:, None] & (page < past)[None, :], other=float("-inf"))
+        share = tl.exp(tl.max(x - total[:, None], 0))
+        held = tl.load(why + page, mask=page < past, other=0) != UNSELECTED
+        share = tl.where(held, share * hysteresis, share)
+        kind = tl.load(role + page, mask=page < past, other=0)
+        key = (share.to(tl.int32, bitcast=True) & -PLACES) | (PLACES - 1 - page)
+        key = tl.where((kind == CANDIDATE) | (kind == TAKEN), key, -1)
+        tl.store(keys + head * pages + page, key, mask=page < past)
+
+
+@triton.jit
+def _rank(
+    keys,  # int32 [KV_HEADS, pages]
+    order,  # int32 [pages]: lowered to the best turn of any head
+    geometry,
+    pages,
+    KV_HEADS: tl.constexpr,
     OWN_: tl.constexpr,
     OTHERS: tl.constexpr,
 ):
@@ -72,24 +86,16 @@ def _rank(
     past, depth = tl.load(geometry + PAST), tl.load(geometry + DEPTH)
     begin = tl.program_id(0) * OWN_
     if begin < past:
-        row, split = tl.arange(0, ROWS), tl.arange(0, SPLITS)
-        at = (head * PADDED + row)[:, None] * splits + split[None, :]
-        inside = (row < rows)[:, None] & (split < splits)[None, :]
-        tops = tl.load(top_part + at, mask=inside, other=float("-inf"))
-        top = tl.where(row < rows, tl.max(tops, 1), 0.0)
-        total = tl.sum(tl.load(sum_part + at, mask=inside, other=0.0) * tl.exp(tops - top[:, None]), 1)
-        total = tl.where(row < rows, total, 1.0)
-        lse += head.to(tl.int64) * PADDED * pages
+        keys += head * pages
         own = begin + tl.arange(0, OWN_)
-        mine = _keys(lse, own, past, rows, pages, top, total, why, role, hysteresis, ROWS, PLACES)
+        mine = tl.load(keys + own, mask=own < past, other=-1)
         ahead = tl.zeros([OWN_, OTHERS], tl.int32)
         for start in range(0, past, OTHERS):
             page = start + tl.arange(0, OTHERS)
-            other = _keys(lse, page, past, rows, pages, top, total, why, role, hysteresis, ROWS, PLACES)
+            other = tl.load(keys + page, mask=page < past, other=-1)
             ahead += (other[None, :] > mine[:, None]).to(tl.int32)
         before = tl.sum(ahead, 1)
-        counts = (mine >= 0) & (before < depth)
-        tl.atomic_min(order + own, before * (2 * KV_HEADS) + head, mask=counts)
+        tl.atomic_min(order + own, before * (2 * KV_HEADS) + head, mask=(mine >= 0) & (before < depth))
 
 
 @triton.jit
@@ -149,13 +155,14 @@ def _claim(slot_of, page_in, last_used, pinned, wanted, found, need, tick, slots
     age = tl.where((age == tick) | locked | (slot >= slots), NEVER, age)
     tl.store(found + slot, age)
     tl.debug_barrier()
-    STEP: tl.constexpr = 64 if SLOTS >= 64 else SLOTS
-    before = tl.zeros([SLOTS], tl.int32)
+    STEP: tl.constexpr = 8 if SLOTS >= 8 else SLOTS  # more spills
+    ahead = tl.zeros([SLOTS, STEP], tl.int32)
     for start in range(0, SLOTS, STEP):
         index = start + tl.arange(0, STEP)
         other = tl.load(found + index)
-        ahead = (other[None, :] < age[:, None]) | ((other[None, :] == age[:, None]) & (index[None, :] < slot[:, None]))
-        before += tl.sum(ahead.to(tl.int32), 1)
+        earlier = (other[None, :] == age[:, None]) & (index[None, :] < slot[:, None])
+        ahead += ((other[None, :] < age[:, None]) | earlier).to(tl.int32)
+    before = tl.sum(ahead, 1)
     tl.debug_barrier()
     given = (before < need) & (age != NEVER)
     page = tl.load(wanted + before, mask=given, other=0)
@@ -252,27 +259,28 @@ def rank(scores: PageScores, why: Tensor, role: Tensor, geometry: Tensor, hyster
     """Lower `scores.order` to each candidate's best turn: its rank in a head x twice the heads, plus the head."""
     kv_heads, padded, pages = scores.lse.shape
     rows = triton.next_power_of_2(scores.rows)
-    others = max(64, min(512, 4096 // rows))
-    _rank[(triton.cdiv(pages, OWN_PAGES), kv_heads)](
+    block = 128 if rows <= 32 else 32
+    _key[(triton.cdiv(pages, block), kv_heads)](
         scores.lse,
         scores.top,
         scores.sum,
         why,
         role,
-        scores.order,
+        scores.keys,
         geometry,
         scores.rows,
         pages,
         scores.splits,
         hysteresis,
-        KV_HEADS=kv_heads,
         PADDED=padded,
         ROWS=rows,
         SPLITS=triton.next_power_of_2(scores.splits),
         PLACES=triton.next_power_of_2(pages),
-        OWN_=OWN_PAGES,
-        OTHERS=others,
-        num_warps=8,
+        BLOCK=block,
+        num_warps=4,
+    )
+    _rank[(triton.cdiv(pages, OWN_PAGES), kv_heads)](
+        scores.keys, scores.order, geometry, pages, KV_HEADS=kv_heads, OWN_=OWN_PAGES, OTHERS=512, num_warps=8
     )
 
 
