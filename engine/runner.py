@@ -76,19 +76,14 @@ class Runner:
         past, end = sequence.closed, sequence.length + len(step.tokens)
         fresh = self.host.allocate(page_count(end) - len(sequence.pages))
         self.pool.pinned[fresh] = True
-        rows = torch.arange(sequence.length - past * PAGE, end - past * PAGE, device=self.model.device)
-        ids = np.asarray(sequence.pages + fresh, dtype=np.int64)
         return Frame(
             step=step,
             past=past,
             end=end,
-            ids=ids,
-            fresh=np.asarray(fresh, dtype=np.int64),
+            fresh=tuple(fresh),
             first_row=sequence.length - past * PAGE,
-            rows=rows,
-            turns=self.model.rope.cos_sin(rows),
-            offset_turns=self.model.rope.cos_sin(rows % PAGE),
-            identity=fits(past, len(ids) - past, step.budget.pool),
+            identity=fits(past, len(sequence.pages) + len(fresh) - past, step.budget.pool),
+            rope=self.model.rope,
         )
 
     def _logits(self, frames: list[Frame], hidden: Tensor) -> list[Tensor | None]:
@@ -116,7 +111,7 @@ class Runner:
 
     def _close(self, frame: Frame) -> None:
         """Digest the pages that this step filled and start their copy to the host."""
-        closed = frame.ids[frame.past : frame.end // PAGE]
+        closed = frame.own[: frame.end // PAGE - frame.past]
         if len(closed):
             if self.digest_kind is not None:
                 self.digests.ensure(self.digest_kind, closed, self.pool.read)
@@ -129,7 +124,7 @@ class Runner:
         self.digests.forget(opened)
         self.host.replica[opened] = False
         self.pool.pinned[opened] = True
-        self.release(frame.fresh.tolist())
+        self.release(list(frame.fresh))
 
     def release(self, pages: list[int]) -> None:
         """Let go of one reference to each page; pages that nobody holds leave every table."""
@@ -183,7 +178,7 @@ class Runner:
         """Write the chunk's keys, rotated by their offset in the page, and values into the own pages' slots."""
         data = self.pool.data[layer]
         if len(frame.fresh):
-            slots = self.pool.place(layer, frame.fresh)
+            slots = self.pool.place(layer, np.asarray(frame.fresh))
             data[torch.from_numpy(slots).to(data.device)] = 0  # 0 x a stale NaN would be NaN
         keys = rotate(k, *frame.offset_turns)
         if len(k) == 1:  # a decode step: two plain copies, where an indexed write costs ten times as much

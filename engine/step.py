@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from engine.config import PAGE
 from engine.kv.budget import WindowBudget
 from engine.kv.transfer import TransferStats
+from engine.ops.rope import Rotary
 from engine.prefix import EXACT
 from engine.recall.recall import Recall
 from engine.sequence import Sequence
@@ -45,22 +49,41 @@ class StepInput:
 
 @dataclass(frozen=True)
 class Frame:
-    """A step's geometry, the same for every layer."""
+    """A step's geometry, the same for every layer. What takes the whole sequence to compute is made when asked for."""
 
     step: StepInput
     past: int  # pages before the chunk's first own page
     end: int  # tokens of the sequence after the step
-    ids: np.ndarray  # page ids of the whole sequence, fresh ones included
-    fresh: np.ndarray
+    fresh: tuple[int, ...]  # ids of the pages that this step opens
     first_row: int  # tokens that the first own page already holds
-    rows: Tensor  # [T] of each token from the first own page's start
-    turns: tuple[Tensor, Tensor]  # cos and sin of the rows: the queries' rotation
-    offset_turns: tuple[Tensor, Tensor]  # of each token's offset in its page: the keys' rotation
     identity: bool  # everything fits in the pool
+    rope: Rotary
 
-    @property
+    @cached_property
+    def ids(self) -> np.ndarray:
+        """int64: page ids of the whole sequence, fresh ones included."""
+        return np.asarray([*self.step.sequence.pages, *self.fresh], dtype=np.int64)
+
+    @cached_property
     def own(self) -> np.ndarray:
-        return self.ids[self.past :]
+        """int64: ids of the pages that the chunk lies in."""
+        return np.asarray([*self.step.sequence.pages[self.past :], *self.fresh], dtype=np.int64)
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """[T] of each token from the first own page's start."""
+        first = self.first_row
+        return torch.arange(first, first + len(self.step.tokens), device=self.rope.inv_freq.device)
+
+    @cached_property
+    def turns(self) -> tuple[Tensor, Tensor]:
+        """cos and sin of the rows: the queries' rotation."""
+        return self.rope.cos_sin(self.rows)
+
+    @cached_property
+    def offset_turns(self) -> tuple[Tensor, Tensor]:
+        """cos and sin of each token's offset in its page: the keys' rotation."""
+        return self.rope.cos_sin(self.rows % PAGE)
 
     @property
     def tag(self) -> str:
@@ -78,7 +101,7 @@ class Frame:
     def publish(self) -> None:
         """The step is part of its sequence from now on."""
         sequence = self.step.sequence
-        sequence.pages.extend(self.fresh.tolist())
+        sequence.pages.extend(self.fresh)
         sequence.tokens.extend(self.step.tokens)
         sequence.tags.extend([self.tag] * (sequence.closed - len(sequence.tags)))
         self.step.trace.steps += 1
