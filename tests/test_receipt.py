@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import platform
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 
 from engine.errors import ConfigError, RequestError
 from engine.platform import gather
-from engine.switches import SETTINGS, resolve
+from engine.switches import SETTINGS, Effective, resolve
 from gates.child import free_port
 from kvring_cli.app import call
 from kvring_cli.commands.receipt import make
@@ -102,7 +103,7 @@ def receipt(home):
 
 
 def test_every_value_of_every_flag_is_hidden_unless_its_flag_takes_numbers_or_known_words():
-    plain = {setting.flag for setting in SETTINGS if not setting.boolean}
+    plain = {setting.flag for setting in SETTINGS if not setting.boolean and not setting.flag.endswith("-path")}
     plain |= {"--port", "--default-max-tokens", "--max-active", "--max-pending", "--pending-timeout", "--on-failure"}
     plain |= {"--max-tokens", "-n", "--temperature", "-t", "--top-p", "--top-k", "--min-p", "--seed"}
     plain |= {"--presence-penalty", "--frequency-penalty", "--repetition-penalty"}
@@ -147,6 +148,15 @@ def test_only_what_is_made_of_numbers_is_kept_of_an_error(home, resolved):
     ):
         Record(resolved, ["serve", "phantom"]).end(error)
         assert last()["end"] == kept
+
+
+def test_the_value_of_a_setting_that_takes_free_text_is_not_recorded(home, resolved, monkeypatch):
+    free = dataclasses.replace(SETTINGS[0], parse=str)
+    monkeypatch.setattr(record_module, "SETTINGS", (free, *SETTINGS[1:]))
+    monkeypatch.setitem(resolved.sources, free.field, Effective("private", free.flag))
+    Record(resolved, ["serve", "phantom"])
+    assert last()["settings"][free.field] == [HIDDEN, free.flag]
+    assert last()["settings"]["sink"] == [128, "NINFER_KV_SINK"]
 
 
 def test_a_refused_start_is_in_the_receipt(home):

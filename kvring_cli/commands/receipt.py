@@ -114,12 +114,9 @@ def _ending(start: dict[str, Any]) -> str:
 def _settings(start: dict[str, Any] | None) -> list[str]:
     """Those of the last start; without one, what the environment asks for now."""
     from engine.switches import SETTINGS, resolve
+    from kvring_cli.receipt.record import shown_settings
 
-    if start is None:
-        found = resolve("", {}, os.environ)
-        effective = {field: (one.value, one.source) for field, one in found.sources.items()}
-    else:
-        effective = start["settings"]
+    effective = start["settings"] if start else shown_settings(resolve("", {}, os.environ))
     return [
         f"{setting.flag[2:]} {setting.show(effective[setting.field][0])} ({effective[setting.field][1]})"
         for setting in SETTINGS

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import ConfigError, OutOfMemoryError
+from engine.switches import SETTINGS
 from kvring_cli.models import PHANTOM
-from kvring_cli.receipt.redact import redact_argv
+from kvring_cli.receipt.redact import HIDDEN, is_plain, redact_argv
 
 if TYPE_CHECKING:
     from engine.engine import Engine
@@ -50,7 +51,7 @@ class Record:
             "began": time.time(),
             "pid": os.getpid(),
             "argv": _shown(sys.argv[1:] if argv is None else list(argv)) if self._wanted else [],
-            "settings": {field: [one.value, one.source] for field, one in resolved.sources.items()},
+            "settings": shown_settings(resolved),
             "lines": [],
             "requests": [],
         }
@@ -112,6 +113,16 @@ def _newest_first() -> list[Path]:
         return 0.0
 
     return sorted(folder().glob("*.json"), key=age)
+
+
+def shown_settings(resolved: Resolved) -> dict[str, list[Any]]:
+    """Value and source by field. A setting that takes free text, a path say, tells its source only."""
+    values = {
+        setting.field: one.value if one.value is None or is_plain(setting) else HIDDEN
+        for setting in SETTINGS
+        if (one := resolved.sources[setting.field])
+    }
+    return {field: [value, resolved.sources[field].source] for field, value in values.items()}
 
 
 def _shown(argv: list[str]) -> list[str]:

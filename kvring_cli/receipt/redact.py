@@ -18,12 +18,21 @@ from typing import Any, Literal, get_args, get_origin
 
 import typer
 
-from engine.switches import SETTINGS
+from engine.errors import ConfigError
+from engine.switches import SETTINGS, Setting
 from kvring_cli.models import CATALOGUE, PHANTOM
 
 HIDDEN = "<hidden>"
-_SETTINGS = frozenset(setting.flag for setting in SETTINGS)  # each takes numbers or known words only
 _PATH = re.compile(r"(?<![\w/])(?:[A-Za-z]:[\\/]|\\\\|~?/(?![/\s]))[^\s'\"|,;]*")
+
+
+def is_plain(setting: Setting) -> bool:
+    """Whether it takes numbers and known words only: free text is none of them."""
+    try:
+        setting.read("a name/of mine", setting.flag)
+    except ConfigError:
+        return True
+    return setting.boolean
 
 
 def redact_argv(argv: Sequence[str], command: Callable[..., Any]) -> list[str]:
@@ -46,6 +55,7 @@ def redact_argv(argv: Sequence[str], command: Callable[..., Any]) -> list[str]:
 
 def flags_of(command: Callable[..., Any]) -> Iterator[tuple[str, str]]:
     """Each flag that a command takes, and what follows it: nothing (`switch`), a number or a known word, or `text`."""
+    settings = {setting.flag for setting in SETTINGS if is_plain(setting)}
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
         kind, *more = get_args(parameter.annotation)
         for option in (one for one in more if isinstance(one, typer.models.OptionInfo)):
@@ -53,7 +63,7 @@ def flags_of(command: Callable[..., Any]) -> Iterator[tuple[str, str]]:
             plain = bool(kinds & {int, float}) or get_origin(kind) is Literal
             declared = [option.default, *(option.param_decls or ())]  # under Annotated the first name is in `default`
             for name in "/".join(one for one in declared if isinstance(one, str)).split("/"):
-                takes = "switch" if bool in kinds else "plain" if plain or name in _SETTINGS else "text"
+                takes = "switch" if bool in kinds else "plain" if plain or name in settings else "text"
                 yield name, takes
 
 
