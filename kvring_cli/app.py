@@ -14,6 +14,7 @@ from kvring_cli.commands.chat import chat
 from kvring_cli.commands.doctor import doctor
 from kvring_cli.commands.gate import gate
 from kvring_cli.commands.inspect import inspect
+from kvring_cli.commands.launch import launch
 from kvring_cli.commands.pick_engine import pick_engine
 from kvring_cli.commands.pull import pull
 from kvring_cli.commands.receipt import receipt
@@ -39,6 +40,7 @@ app.command()(top)
 app.command()(receipt)
 app.command()(doctor)
 app.command("pick-engine")(pick_engine)
+app.command()(launch)
 app.add_typer(bench, name="bench")
 
 

@@ -37,7 +37,7 @@ def doctor(
 
     facts = gather()
     findings = examine(
-        facts, environ=os.environ, flags=flags, model_name=model, port=port, trials=lambda: _try_card(facts)
+        facts, environ=os.environ, flags=flags, model_name=model, port=port, trials=lambda: try_card(facts)
     )
     if install:
         from kvring_cli.install import check_install
@@ -68,7 +68,7 @@ def show(findings: Iterable[Finding]) -> None:
             out.print(Text(f"{'':8}fix: {finding.fix}"))
 
 
-def _try_card(facts: Facts) -> Any:
+def try_card(facts: Facts) -> Any:
     import torch
 
     from engine.trials import PIN_LIMIT, try_card

@@ -1,0 +1,189 @@
+"""`kvring launch`: look, choose, plan, try, serve. Each decision is printed; the first thing that is wrong ends it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from engine.errors import ConfigError, KVRingError
+from kvring_cli import console
+from kvring_cli.options import Flags, engine_options
+
+if TYPE_CHECKING:
+    from engine.platform import Facts
+    from kvring_cli.engines import Choice
+
+SMOKE_SECONDS = 900.0
+"""Until it must be ready, and for each answer: the first start of a large model on a slow disk takes minutes."""
+
+_SIZES = ("--profile", "--vram-limit", "--kv-window", "--prefill-chunk")
+
+
+@engine_options
+def launch(
+    model: Annotated[
+        str, typer.Argument(metavar="[MODEL]", help="A name that was pulled, a folder, a .gguf file, or phantom.")
+    ] = "phantom",
+    options: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- OPTION...]", help="After --: more options for kvring serve.", show_default=False),
+    ] = None,
+    *,
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
+    profile: Annotated[
+        str | None, typer.Option("--profile", help="Settings for a size of card. Left out: what suits this one.")
+    ] = None,
+    smoke: Annotated[
+        bool, typer.Option("--smoke/--no-smoke", help="Try a whole start and two questions first.")
+    ] = True,
+    write: Annotated[
+        str | None,
+        typer.Option("--write", metavar="FILE", help="Don't serve: write a start.bat, .cmd, .ps1 or .sh that does."),
+    ] = None,
+    flags: Flags,
+) -> None:
+    """Check this machine, choose the engine, plan, try, then serve. Or write a script to double-click."""
+    from engine.platform import gather
+    from kvring_cli import models, scripts
+
+    if write is not None and Path(write).suffix.lower() not in scripts.KINDS:
+        raise console.BadUsage(f"{write} ends like no script that is known", f"one of {', '.join(scripts.KINDS)}")
+    path = str(models.resolve(model))
+    if Path(model).exists():
+        model = os.path.abspath(os.path.expanduser(model))
+    facts = gather()
+    _examine(facts, flags, port)
+    choice = _pick(facts, flags)
+    line = serve_line(choice, model, profile, flags, os.environ)
+    _plan(path, facts, line)
+    line += ["--port", str(port), *(options or [])]
+    if smoke:
+        _try(model, line[2:], options or [])
+    if write is not None:
+        _write(Path(write), line)
+        return
+    console.say(f"serve  | kvring {shown(line)}", "bold")
+    from kvring_cli.app import call
+
+    raise typer.Exit(call(line))
+
+
+def serve_line(choice: Choice, model: str, profile: str | None, flags: Flags, environ: Mapping[str, str]) -> list[str]:
+    """`serve`'s words: what was given as flag or switch, and what the engine's choice says of everything else.
+
+    Switches become flags, so that the line means the same in another window.
+    """
+    from engine.switches import SETTINGS, resolve
+
+    resolved = resolve(model, flags, environ)
+    given = {setting.field: setting for setting in SETTINGS if resolved.sources[setting.field].source != "default"}
+    picked = dict(choice.settings)
+    if profile is not None:
+        picked = {name: value for name, value in picked.items() if name not in _SIZES} | {"--profile": profile}
+    if "kv_capacity" in given:
+        picked.pop("--kv-window", None)
+    line = ["serve", model]
+    for name, value in picked.items():
+        if name not in {setting.flag for setting in given.values()}:
+            line += [name, value]
+    for field, setting in given.items():
+        value = resolved.sources[field].value
+        if setting.boolean:
+            line.append(setting.flag if value else f"--no-{setting.flag[2:]}")
+        else:
+            line += [setting.flag, flags[field] if isinstance(flags.get(field), str) else str(value)]
+    return line
+
+
+def shown(words: Sequence[str]) -> str:
+    """A line to paste into this system's shell."""
+    return subprocess.list2cmdline(words) if os.name == "nt" else shlex.join(words)
+
+
+def _examine(facts: Facts, flags: Flags, port: int) -> None:
+    """Doctor's checks. One that failed ends it; so does a port that is taken, which doctor only warns of."""
+    from kvring_cli.commands.doctor import try_card
+    from kvring_cli.doctor import examine
+
+    findings = examine(facts, environ=os.environ, flags=flags, port=port or 1, trials=lambda: try_card(facts))
+    for finding in findings:
+        if finding.status == "fail" or (finding.name == "port" and port and finding.status == "warn"):
+            raise KVRingError(f"doctor: {finding.name}: {finding.detail}", finding.fix)
+    counts = {status: sum(one.status == status for one in findings) for status in ("ok", "warn", "unknown")}
+    console.say(f"doctor | {', '.join(f'{count} {status}' for status, count in counts.items() if count)}")
+    for finding in findings:
+        if finding.status == "warn":
+            console.warn(f"{finding.name}: {finding.detail}")
+
+
+def _pick(facts: Facts, flags: Flags) -> Choice:
+    from engine.platform import Driver
+    from engine.platform.nvidia import NO_DRIVER
+    from kvring_cli.engines import pick_engine
+
+    if flags.get("device") == "cpu":
+        facts = replace(facts, gpus=(), driver=Driver(trouble=NO_DRIVER))
+    choice = pick_engine(facts, os.environ)
+    if choice.exit_code:
+        console.report(KVRingError(f"pick-engine: {choice.reason}", choice.fix))
+        raise typer.Exit(choice.exit_code)
+    console.say(f"engine | {choice.engine} on {choice.card}: {choice.reason}")
+    return choice
+
+
+def _plan(path: str, facts: Facts, line: Sequence[str]) -> None:
+    """Whether the model fits under the line's settings; ConfigError with what would."""
+    from engine.switches import SETTINGS
+    from kvring_cli.planning import here, make_plan, preset_config
+    from kvring_cli.shapes import shape_of
+
+    words = dict(pairwise(line))
+    flags: dict[str, Any] = {setting.field: words.get(setting.flag) for setting in SETTINGS if not setting.boolean}
+    config = preset_config(path, words.get("--profile"), flags, os.environ)
+    plan = make_plan(shape_of(path), here(facts, cpu=config.device == "cpu"), config)
+    if plan.capacity is None:
+        raise ConfigError(f"plan: {plan.refusal}", plan.fix)
+    console.say(f"plan   | {plan.summary()}")
+
+
+def _try(model: str, settings: Sequence[str], options: Sequence[str]) -> None:
+    """A whole start on a free port, two questions, a whole stop."""
+    from gates.smoke import run
+
+    port = settings.index("--port")
+    began = time.monotonic()
+    with console.err().status("smoke: starting a server to try it"):
+        report = run(model, options=[*settings[:port], *options], timeout=SMOKE_SECONDS)
+    if report.exit_code:
+        for reason in report.reasons:
+            console.say(f"  {reason}")
+        wrong = next((f"{check.name}: {check.detail}" for check in report.checks if not check.ok), report.verdict)
+        raise KVRingError(f"smoke: {wrong}", "the server's own lines above say why; --no-smoke serves all the same")
+    console.say(f"smoke  | PASS in {time.monotonic() - began:.0f} s")
+
+
+def _write(path: Path, line: Sequence[str]) -> None:
+    from importlib.metadata import PackageNotFoundError, version
+
+    from kvring_cli import scripts
+
+    scripts.write(path, [sys.executable, "-m", "kvring_cli.app", *line])
+    console.say(f"write  | {path} runs kvring {shown(line)}", "bold")
+    if (path.suffix.lower() == ".sh") == (os.name == "nt"):
+        console.warn(f"{path.name} is for another system than this one, and its paths are of this one")
+    if "--api-key" in line:
+        console.warn(f"the key stands in {path} as it is: who can read the file has it")
+    try:
+        version("kvring")
+    except PackageNotFoundError:
+        console.warn("kvring is not installed in this Python: the script finds it from this folder only")
