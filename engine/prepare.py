@@ -118,6 +118,9 @@ def prepare(
             "exact attention (and the scorer mass) needs absolute positions: compact ones pack a window from 0",
             "--prefill recall or window, --decode recall, or --positions absolute",
         )
+    if not capacity.ring:
+        # All ways are the dense one. Requests that share the pool may outgrow their part of it; only exact then sees all.
+        prefill = decode = "exact"
     settings = RecallSettings(
         scorer=scorer,
         budget=budget.selection if recall.budget_pages is None else recall.budget_pages,

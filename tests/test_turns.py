@@ -39,6 +39,18 @@ def test_four_requests_at_once_answer_as_each_does_alone(make_engine, words):
     assert engine.stats()["host_pages_used"] == 0
 
 
+def test_requests_that_outgrow_their_part_of_a_dense_pool_still_see_everything(make_engine, words):
+    """They saw their part only, and answered from it: a dense engine has nothing to select with."""
+    prompts = [words(1800 + 300 * n, n) for n in range(4)]
+    engine = make_engine(kv_capacity=4096, reuse=False)
+    assert not engine.capacity.ring
+    alone = [engine.complete(engine.prepare(prompt, SHORT)).tokens for prompt in prompts]
+    wide = make_engine(kv_capacity=4096, reuse=False, host_kv_bytes=4 * engine.capacity.host_bytes)
+    results = drain(wide, [wide.admit(wide.prepare(prompt, SHORT)) for prompt in prompts])
+    assert [result.tokens for result in results] == alone
+    assert not any(result.recall.hidden_pages for result in results)
+
+
 def test_answers_share_a_pass_over_the_weights(make_engine, words, monkeypatch):
     engine = make_engine()
     sessions = [engine.admit(engine.prepare(words(100, n), SHORT)) for n in range(4)]

@@ -1,4 +1,5 @@
-"""`kvring bench`: measure on this machine. `scorers`: hits by scorer, task and budget; `speed`: rates."""
+"""`kvring bench`: measure on this machine. `scorers`: hits by scorer, task and budget; `speed`: rates;
+`sharing`: what clients that begin alike hold; `load`: a crowd of clients against a real server."""
 
 from __future__ import annotations
 
@@ -66,3 +67,36 @@ def speed(
         if rate.ratio is not None:
             line += f"; {peer} {rate.peer:,.1f} {rate.unit}, ratio {rate.ratio:.2f}"
         console.write(line + "\n")
+
+
+@bench.command()
+@engine_options
+def sharing(
+    model: ModelOption = "phantom",
+    clients: Annotated[int, typer.Option("--clients", min=2, max=64, help="Requests at once.")] = 8,
+    prefix: Annotated[int, typer.Option("--prefix", min=1024, help="Tokens that all begin with.")] = 20_000,
+    verbose: Verbose = False,
+    *,
+    flags: Flags,
+) -> None:
+    """Bytes and computed tokens of clients that share a prefix, with sharing and without. Prints a Markdown table."""
+    from kvring_cli.start import settle
+
+    config = settle(model, flags, verbose).config
+    from engine.units import format_bytes
+    from gates.sharing import measure
+
+    with GateProgress("sharing") as progress:
+        arms = measure(config, progress, clients=clients, prefix=prefix)
+    rows = {
+        "host store in use": [format_bytes(arm.host_bytes) for arm in arms],
+        "device pool in use": [format_bytes(arm.pool_bytes) for arm in arms],
+        "digests of the stored pages": [format_bytes(arm.digest_bytes) for arm in arms],
+        "prompt tokens computed": [f"{arm.computed_tokens:,} of {arm.prompt_tokens:,}" for arm in arms],
+        "fetched from the host": [format_bytes(arm.bytes_fetched) for arm in arms],
+        "seconds until all were answered": [f"{arm.seconds:.1f}" for arm in arms],
+        "right answers": [f"{arm.hits} of {clients}" for arm in arms],
+    }
+    console.write(f"| {clients} clients, {prefix:,} tokens alike | sharing on | sharing off |\n| --- | --- | --- |\n")
+    for name, cells in rows.items():
+        console.write(f"| {name} | {' | '.join(cells)} |\n")
