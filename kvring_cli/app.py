@@ -29,7 +29,6 @@ _UsageError: Any = typer.BadParameter.__mro__[1]  # typer brings its own click, 
 app = typer.Typer(
     name="kvring",
     help="Long contexts on small cards: a small device pool over a lossless host store, with recall.",
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -46,12 +45,9 @@ app.add_typer(bench, name="bench")
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import PackageNotFoundError, version
+        from kvring_cli import version
 
-        try:
-            print(f"kvring {version('kvring')}")
-        except PackageNotFoundError:
-            print("kvring, not installed")
+        console.write("\n".join(version.lines()) + "\n")
         raise typer.Exit
 
 
@@ -59,7 +55,8 @@ def _version(wanted: bool) -> None:
 def _root(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Versions of kvring, torch, CUDA and triton."),
     ] = False,
 ) -> None:
     if context.invoked_subcommand is None:

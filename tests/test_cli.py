@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
+import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +18,7 @@ from engine.errors import KVRingError
 from engine.switches import SETTINGS
 from gates import registry
 from gates.verdict import Arm, Check, Outcome, Report
-from kvring_cli import console, strip
+from kvring_cli import console, strip, version
 from kvring_cli.app import call
 from kvring_cli.commands import gate
 from tests.models import phantom_folder
@@ -55,6 +59,42 @@ def test_help_is_quick_and_loads_no_torch():
     for line in ("--help", "run','--help", "gate','--help", "--version"):
         done = subprocess.run([sys.executable, "-c", code.format(line)], cwd=ROOT, capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (0, "") and done.stdout
+
+
+def test_the_version_names_what_it_stands_on():
+    import torch
+
+    done = subprocess.run([*KVRING, "--version"], cwd=ROOT, capture_output=True, text=True, check=True)
+    own, python, built, triton = done.stdout.splitlines()
+    assert python == f"python {platform.python_version()}" and triton.startswith("triton")
+    assert built == f"torch {importlib.metadata.version('torch')}, CUDA {torch.version.cuda or 'none'}"
+    commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    assert not commit or f"commit {commit.strip()}" in own
+
+
+@pytest.mark.parametrize(
+    ("source", "cuda"),
+    [
+        ("cuda: Optional[str] = '12.8'\nhip = None", "12.8"),
+        ("cuda: Optional[str] = None", None),
+        ("cuda = '13.0'", "13.0"),
+    ],
+)
+def test_torchs_cuda_is_read_without_importing_it(source, cuda, tmp_path, monkeypatch):
+    (tmp_path / "version.py").write_text(source)
+    spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    assert version.cuda_of_torch() == cuda
+
+
+def test_the_shell_completes_commands_and_flags():
+    def complete(*words):
+        asked = {"_KVRING_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
+        done = subprocess.run(KVRING, cwd=ROOT, capture_output=True, text=True, env={**os.environ, **asked})
+        return done.stdout.split()
+
+    assert complete("kvring", "se") == ["serve"]
+    assert "--kv-window" in complete("kvring", "serve", "--kv")
 
 
 @pytest.mark.parametrize("command", [("run", "{}", "why?"), ("chat", "{}"), ("gate", "fits", "-m", "{}")])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -55,6 +56,21 @@ def packages(python, tmp_path):
 def judge(packages: Path):
     distribution = importlib.metadata.Distribution.at(next(packages.glob("kvring-*.dist-info")))
     return check_files(distribution, packages / "kvring_cli")
+
+
+def test_a_wheel_names_itself_by_its_bytes_wherever_it_is_installed(python, packages):
+    def origin(interpreter):
+        code = "from kvring_cli.version import origin; print(origin())"
+        return subprocess.run([interpreter, "-c", code], capture_output=True, text=True, cwd="/", check=True).stdout
+
+    copied = (
+        packages.parents[2] / "bin" / python.name if os.name != "nt" else packages.parents[1] / "Scripts" / python.name
+    )
+    first = origin(python)
+    assert re.fullmatch(r"wheel [0-9a-f]{12}\n", first) and origin(copied) == first
+    record = next(packages.glob("kvring-*/RECORD"))
+    record.write_text(record.read_text().replace("engine/units.py,sha256=", "engine/units.py,sha256=x"))
+    assert origin(copied) != first
 
 
 def flip(file: Path) -> None:

@@ -150,6 +150,8 @@ def _plan(path: str, facts: Facts, line: Sequence[str]) -> None:
     words = dict(pairwise(line))
     flags: dict[str, Any] = {setting.field: words.get(setting.flag) for setting in SETTINGS if not setting.boolean}
     config = preset_config(path, words.get("--profile"), flags, os.environ)
+    if config.host_kv_bytes is None:
+        config = replace(config, host_kv_bytes="auto")  # as serve has it
     plan = make_plan(shape_of(path), here(facts, cpu=config.device == "cpu"), config)
     if plan.capacity is None:
         raise ConfigError(f"plan: {plan.refusal}", plan.fix)

@@ -40,19 +40,14 @@ def receipt(
 
 def make(facts: Facts) -> dict[str, Any]:
     """Everything, already scrubbed: strings, lists of strings, and one level of both."""
-    from importlib.metadata import PackageNotFoundError, version
-
+    from kvring_cli import version
     from kvring_cli.install import check_install
     from kvring_cli.receipt.record import last
 
-    try:
-        own = version("kvring")
-    except PackageNotFoundError:
-        own = "not installed"
     start = last()
     return _scrubbed(
         {
-            "kvring": own,
+            "kvring": version.lines()[0].removeprefix("kvring "),
             "system": f"{facts.system} {facts.release}, Python {facts.python}",
             "cpu": f"{facts.cpu.name}, {facts.cpu.processors} processors",
             "memory": _memory(facts),
