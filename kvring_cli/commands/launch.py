@@ -143,15 +143,15 @@ def _pick(facts: Facts, flags: Flags) -> Choice:
 
 def _plan(path: str, facts: Facts, line: Sequence[str]) -> None:
     """Whether the model fits under the line's settings; ConfigError with what would."""
-    from engine.switches import SETTINGS
-    from kvring_cli.planning import here, make_plan, preset_config
+    from engine.switches import SETTINGS, resolve
+    from kvring_cli.cards import find_preset
+    from kvring_cli.planning import here, make_plan
     from kvring_cli.shapes import shape_of
 
     words = dict(pairwise(line))
     flags: dict[str, Any] = {setting.field: words.get(setting.flag) for setting in SETTINGS if not setting.boolean}
-    config = preset_config(path, words.get("--profile"), flags, os.environ)
-    if config.host_kv_bytes is None:
-        config = replace(config, host_kv_bytes="auto")  # as serve has it
+    preset = find_preset(words["--profile"]).settings if "--profile" in words else None
+    config = resolve(path, flags, os.environ, preset, {"host_kv_bytes": "auto"}).config  # serve's own default
     plan = make_plan(shape_of(path), here(facts, cpu=config.device == "cpu"), config)
     if plan.capacity is None:
         raise ConfigError(f"plan: {plan.refusal}", plan.fix)
