@@ -6,6 +6,7 @@ stays open when the program failed, because otherwise nobody can read why.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -110,19 +111,27 @@ def powershell_word(word: str) -> str:
     return "'" + re.sub("(['‘’‚‛])", r"\1\1", word) + "'"
 
 
-def write(path: Path, command: Sequence[str]) -> None:
-    """ConfigError for an ending that is no shell's, or a file that isn't ours to overwrite."""
-    kind = path.suffix.lower()
-    if kind not in KINDS:
+def check(path: Path) -> None:
+    """Before any work: ConfigError for an ending that is no shell's, a missing folder, or a file that isn't ours."""
+    if path.suffix.lower() not in KINDS:
         raise ConfigError(f"{path.name} ends like no script that is known", f"one of {', '.join(KINDS)}")
-    data = render(kind, command)
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"{path.parent} is no folder that can be written to", "another folder")
+    if path.exists() and not (path.is_file() and MARK.encode() in path.read_bytes()):
+        raise ConfigError(f"{path} exists and is not a start script of kvring", "another name, or delete it")
+
+
+def write(path: Path, command: Sequence[str]) -> None:
+    """Whole or not at all. ConfigError as of `check` and `render`."""
+    check(path)
+    data = render(path.suffix.lower(), command)
+    part = path.with_name(f".{path.name}.part")
     try:
-        if path.exists() and MARK.encode() not in path.read_bytes():
-            raise ConfigError(f"{path} exists and is not a start script of kvring", "another name, or delete it")
-        part = path.with_name(f".{path.name}.part")
         part.write_bytes(data)
-        if kind == ".sh":
+        if path.suffix.lower() == ".sh":
             part.chmod(0o755)
         os.replace(part, path)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            part.unlink()
         raise KVRingError(f"{path} can't be written: {error.strerror or error}", "another folder") from None

@@ -151,4 +151,5 @@ def test_it_writes_a_script_of_the_resolved_settings_and_does_not_serve(machine,
     assert len(seen.tried) == 1 and not seen.served
     assert call(["launch", "--port", "0", "--no-smoke", "--write", "start.bat", *SIZES]) == 0
     assert "another system" in capsys.readouterr().err
-    assert call(["launch", "--write", "start.txt"]) == 2
+    assert call(["launch", "--write", "no/start.sh"]) == 1 == call(["launch", "--write", "start.txt"])
+    assert len(seen.tried) == 1

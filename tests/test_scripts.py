@@ -131,6 +131,12 @@ def test_only_a_script_of_its_own_is_overwritten(tmp_path):
     assert foreign.read_text() == "@echo mine\n" and sorted(os.listdir(tmp_path)) == ["start.SH", "start.bat"]
     with pytest.raises(ConfigError, match=r"\.bat, \.cmd, \.ps1, \.sh"):
         write(tmp_path / "start.txt", ["/python"])
+    (tmp_path / "folder.sh").mkdir()
+    with pytest.raises(ConfigError, match="is not a start script"):
+        write(tmp_path / "folder.sh", ["/python"])
+    for nowhere in (tmp_path / "no" / "start.sh", foreign / "start.sh"):
+        with pytest.raises(ConfigError, match="is no folder"):
+            write(nowhere, ["/python"])
 
 
 @pytest.fixture

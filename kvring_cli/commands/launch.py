@@ -56,8 +56,8 @@ def launch(
     from engine.platform import gather
     from kvring_cli import models, scripts
 
-    if write is not None and Path(write).suffix.lower() not in scripts.KINDS:
-        raise console.BadUsage(f"{write} ends like no script that is known", f"one of {', '.join(scripts.KINDS)}")
+    if write is not None:
+        scripts.check(Path(write))
     path = str(models.resolve(model))
     if Path(model).exists():
         model = os.path.abspath(os.path.expanduser(model))
@@ -183,7 +183,7 @@ def _write(path: Path, line: Sequence[str]) -> None:
     console.say(f"write  | {path} runs kvring {shown(line)}", "bold")
     if (path.suffix.lower() == ".sh") == (os.name == "nt"):
         console.warn(f"{path.name} is for another system than this one, and its paths are of this one")
-    if "--api-key" in line:
+    if any(word.partition("=")[0] == "--api-key" for word in line):
         console.warn(f"the key stands in {path} as it is: who can read the file has it")
     try:
         version("kvring")
