@@ -119,7 +119,7 @@ def prepare(
             "--prefill recall or window, --decode recall, or --positions absolute",
         )
     if not capacity.ring:
-        # All ways are the dense one. Requests that share the pool may outgrow their part of it; only exact then sees all.
+        # All ways are the dense one. Requests that share the pool may outgrow their part; only exact then sees all.
         prefill = decode = "exact"
     settings = RecallSettings(
         scorer=scorer,
