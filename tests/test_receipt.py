@@ -200,6 +200,16 @@ def test_a_folder_that_cannot_be_written_costs_the_record_only(home, resolved, m
     assert last() is None
 
 
+def test_a_change_that_can_not_be_written_leaves_nothing_behind_and_the_next_one_counts(home, resolved, monkeypatch):
+    record = Record(resolved, ["serve", "phantom"])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(PermissionError("somebody reads it")))
+        record.request("req#1")
+    assert last()["requests"] == [] and len(list(record_module.folder().iterdir())) == 1
+    record.request("req#2")
+    assert last()["requests"] == ["req#1", "req#2"]
+
+
 def test_json_has_the_same_facts_and_a_file_takes_them(home, resolved, tmp_path, capsys):
     Record(resolved, ["serve", "phantom", "--sink", "128"]).end()
     assert call(["receipt", "--json", "-o", str(tmp_path / "r.json")]) == 0 == call(["receipt"])

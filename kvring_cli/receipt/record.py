@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -85,15 +84,16 @@ class Record:
     def _write(self) -> None:
         if not self._wanted:
             return
-        with contextlib.suppress(OSError):
+        part = self._file.with_name(f".{self._file.name}.part")
+        try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(
-                "w", encoding="utf-8", dir=self._file.parent, prefix=".", suffix=".part", delete=False
-            ) as part:
-                json.dump(self._state, part)
-            os.replace(part.name, self._file)
+            part.write_text(json.dumps(self._state), encoding="utf-8")
+            os.replace(part, self._file)  # Windows refuses while somebody reads the old one: the next change writes it
             for old in _newest_first()[KEPT_STARTS:]:
                 old.unlink(missing_ok=True)
+        except OSError:
+            with contextlib.suppress(OSError):
+                part.unlink()
 
 
 def last() -> dict[str, Any] | None:
