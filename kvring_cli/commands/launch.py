@@ -61,6 +61,8 @@ def launch(
     path = str(models.resolve(model))
     if Path(model).exists():
         model = os.path.abspath(os.path.expanduser(model))
+    if model == models.PHANTOM:
+        console.say("note: phantom only looks things up, to prove the engine; give MODEL for one that converses")
     facts = gather()
     _examine(facts, flags, port)
     choice = _pick(facts, flags)
@@ -100,6 +102,8 @@ def serve_line(choice: Choice, model: str, profile: str | None, flags: Flags, en
         value = resolved.sources[field].value
         if setting.boolean:
             line.append(setting.flag if value else f"--no-{setting.flag[2:]}")
+        elif field.endswith("_path"):
+            line += [setting.flag, os.path.abspath(os.path.expanduser(value))]
         else:
             line += [setting.flag, flags[field] if isinstance(flags.get(field), str) else str(value)]
     return line
