@@ -6,13 +6,13 @@ import os
 
 import torch
 
-from engine.config import EngineConfig
+from engine.config import PAGE, EngineConfig
 from engine.device_profile import Found, look_up, user_file
 from engine.errors import ConfigError
 from engine.kv.budget import Memory
 from engine.platform import Gpu, Platform, gather, this_platform
 from engine.platform.facts import slug
-from engine.routes import Routes
+from engine.routes import SETTINGS, Routes, pick
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEVICE_SHARE = 0.90
@@ -39,14 +39,14 @@ def resolve_device(name: str) -> torch.device:
 def resolve_dtype(name: str, device: torch.device, model: str = "") -> torch.dtype:
     """`auto`: bfloat16 on CUDA, and for a GGUF file where the CPU multiplies it in hardware; else float32."""
     if name == "auto":
-        fast = device.type == "cuda" or (model.endswith(".gguf") and _cpu_multiplies_bfloat16())
+        fast = device.type == "cuda" or (model.endswith(".gguf") and cpu_multiplies_bfloat16())
         return torch.bfloat16 if fast else torch.float32
     if name not in DTYPES:
         raise ConfigError(f"dtype '{name}' is not known", f"one of auto, {', '.join(DTYPES)}")
     return DTYPES[name]
 
 
-def _cpu_multiplies_bfloat16() -> bool:
+def cpu_multiplies_bfloat16() -> bool:
     capabilities = torch.backends.cpu.get_cpu_capability() if hasattr(torch.backends.cpu, "get_cpu_capability") else ""
     checks = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
     return "AVX512" in capabilities and any(check() for check in checks if check is not None)
@@ -115,11 +115,35 @@ def hardware(device: torch.device, platform: Platform) -> tuple[str, int]:
     return f"{slug(card.name)}-sm{card.major}{card.minor}", card.multi_processor_count
 
 
-def load_routes(config: EngineConfig, device: torch.device, platform: Platform) -> tuple[Found, Routes]:
-    """The profile of this hardware and the routes that it gives; `off` looks at no file at all."""
+def measured_settings(found: Found) -> dict[str, int]:
+    """Engine settings that a profile measured: defaults, which flags and switches override."""
+    routes = found.profile.routes if found.profile else {}
+    return {key: pick(routes[key], 1) for key in SETTINGS if key in routes and isinstance(pick(routes[key], 1), int)}
+
+
+def find_profile(config: EngineConfig, device: torch.device, platform: Platform) -> Found:
+    """This hardware's row; `off` looks at no file at all."""
     if config.device_profile == "off":
-        return Found(None, "off"), Routes()
-    found = look_up(*hardware(device, platform), user_file(path=config.device_profile_path))
+        return Found(None, "off")
+    return look_up(*hardware(device, platform), user_file(path=config.device_profile_path))
+
+
+def hiding_tokens(found: Found, dtype: torch.dtype, group: int) -> int | None:
+    """Tokens of a chunk whose attention takes as long as the stream of cold pages, from the rates measured here.
+
+    FLOP/s over (bytes/s of the link x query heads per KV head), for 2-byte K and V; None where nobody measured.
+    """
+    rates = found.profile.rates if found.profile else {}
+    flops, link = rates.get(f"attend/{str(dtype).removeprefix('torch.')}"), rates.get("h2d_pinned")
+    if not flops or not link:
+        return None
+    tokens = max(rate for _, rate in flops) / (max(rate for _, rate in link) * group)
+    return min(8192, max(PAGE, -(-int(tokens * dtype.itemsize / 2) // PAGE) * PAGE))
+
+
+def load_routes(config: EngineConfig, device: torch.device, platform: Platform) -> tuple[Found, Routes]:
+    """The profile of this hardware and the routes that it gives."""
+    found = find_profile(config, device, platform)
     if found.profile is None:
         return found, Routes()
     return found, Routes(found.profile.routes, found.source)

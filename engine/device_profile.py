@@ -10,7 +10,7 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from itertools import pairwise
 from pathlib import Path
@@ -122,6 +122,9 @@ def save(profile: DeviceProfile, path: Path) -> None:
             with contextlib.suppress(OSError):
                 os.replace(path, path.with_name(path.name + ".damaged"))
     same = (profile.hardware_class, profile.multiprocessors)
+    before = next((row for row in rows if (row.hardware_class, row.multiprocessors) == same), None)
+    if before is not None and not profile.rates:  # only routes were measured anew
+        profile = replace(profile, rates=before.rates)
     rows = [profile, *(row for row in rows if (row.hardware_class, row.multiprocessors) != same)]
     body = {"schema": SCHEMA, "profiles": [row.as_yaml() for row in rows]}
     try:

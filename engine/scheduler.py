@@ -49,11 +49,13 @@ class Plan:
         return "exact" if self.mass else self.decode
 
 
-def schedule(plan: Plan, resume: int, question: int, total: int, pool_pages: int, chunk: int) -> list[Phase]:
+def schedule(
+    plan: Plan, resume: int, question: int, total: int, pool_pages: int, chunk: int, hiding: int = HIDING
+) -> list[Phase]:
     """Phases for tokens [resume, total) of a prompt whose question begins at token `question`; resume is on a page."""
     if page_count(total) <= pool_pages:
         return [Phase(resume, total, "exact", chunk)]
-    short = total - resume < HIDING and resume > 0
+    short = total - resume < hiding and resume > 0
     # The question's phase begins on a page, and is never longer than what recall may read at once.
     tail = max(resume, min(max(question, total - HIDING + 1), total - 1) // PAGE * PAGE)
     prefill = plan.prefill

@@ -72,7 +72,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Effective:
-    """A value and where it came from: a flag, a switch's name, `profile` or `default`."""
+    """A value and where it came from: a flag, a switch's name, a profile, or `default`."""
 
     value: Any
     source: str
@@ -96,8 +96,9 @@ def resolve(
 ) -> Resolved:
     """EngineConfig for `model` from flags and profile (both by field; None or absent = not given) and the environment.
 
-    `defaults`: those of the command, where they differ from the engine's.
-    Text among the flags is parsed as the flag takes it. Raises ConfigError for a value out of its range.
+    `defaults`: those of the command, where they differ from the engine's. A profile's value may be an Effective, which
+    says which profile it is from. Text among the flags is parsed as the flag takes it. Raises ConfigError for a value
+    out of its range.
     """
     chosen: dict[str, Effective] = {}
     warnings = _unknown(environ)
@@ -112,11 +113,12 @@ def resolve(
             if setting.parse_switch is not None and switch.lower() in _NEGATIVE_WORDS:
                 warnings += _looks_negative(setting, switch, chosen[setting.field].value)
         elif profile and profile.get(setting.field) is not None:
-            chosen[setting.field] = Effective(profile[setting.field], "profile")
+            measured = profile[setting.field]
+            chosen[setting.field] = measured if isinstance(measured, Effective) else Effective(measured, "profile")
         else:
             chosen[setting.field] = Effective((defaults or {}).get(setting.field, setting.default), "default")
     config = EngineConfig(model=model, **{field: effective.value for field, effective in chosen.items()})
-    given = [field for field, effective in chosen.items() if effective.source not in ("default", "profile")]
+    given = [setting.field for setting in SETTINGS if chosen[setting.field].source in (setting.flag, setting.switch)]
     warnings += conflicts(config, given)
     return Resolved(config, chosen, tuple(warnings))
 

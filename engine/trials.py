@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,15 +42,34 @@ def copy_rates(device: torch.device, size: int, *, pinned: bool = True) -> tuple
     return size / down, size / up
 
 
+def own_clock(device: torch.device) -> Callable[[], float]:
+    """Seconds that this process was given: on a busy machine the rest says nothing of the hardware.
+
+    Only where one thread computes; several threads spin while they wait for each other, so there it is the wall, and
+    on a card the wall once all its work is done.
+    """
+    if device.type == "cpu":
+        return time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+
+    def wall() -> float:
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    return wall
+
+
+def quick(times: Sequence[float]) -> float:
+    """The end of the quicker quarter: what the hardware does while other programs don't evict our caches."""
+    return sorted(times)[len(times) // 4]
+
+
 def median_seconds(work: Callable[[], object], device: torch.device, rounds: int = _ROUNDS) -> float:
     """Of `rounds` runs after a first that doesn't count, each waited for."""
-    wait = (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)
-    times = []
+    clock, times = own_clock(device), []
     for _ in range(rounds + 1):
-        began = time.perf_counter()
+        began = clock()
         work()
-        wait()
-        times.append(time.perf_counter() - began)
+        times.append(clock() - began)
     return statistics.median(times[1:])
 
 

@@ -18,7 +18,7 @@ from engine.kv.page import page_count
 from engine.prefix import PrefixIndex, shared_tokens
 from engine.result import Progress
 from engine.runner import Runner
-from engine.scheduler import Phase, schedule
+from engine.scheduler import HIDING, Phase, schedule
 from engine.session import Session
 from engine.stats import EngineStats
 from engine.step import StepInput
@@ -27,8 +27,11 @@ from engine.step import StepInput
 class Turns:
     """The active sessions over one runner; checkpoints go to `prefix`, totals to `stats`."""
 
-    def __init__(self, config: EngineConfig, runner: Runner, prefix: PrefixIndex, stats: EngineStats) -> None:
-        self.config, self.runner, self.prefix, self.stats = config, runner, prefix, stats
+    def __init__(
+        self, config: EngineConfig, runner: Runner, prefix: PrefixIndex, stats: EngineStats, hiding: int = HIDING
+    ) -> None:
+        """`hiding`: tokens from which an exact chunk hides the stream of cold pages on this hardware."""
+        self.config, self.runner, self.prefix, self.stats, self.hiding = config, runner, prefix, stats, hiding
         self.active: list[Session] = []
 
     def admit(self, session: Session) -> None:
@@ -93,7 +96,8 @@ class Turns:
     def phases(self, session: Session) -> list[Phase]:
         prepared = session.prepared
         total, pool = len(prepared.tokens), prepared.budget.pool
-        return schedule(prepared.plan, session.cached, prepared.query[0], total, pool, self.config.prefill_chunk)
+        chunk = self.config.prefill_chunk
+        return schedule(prepared.plan, session.cached, prepared.query[0], total, pool, chunk, self.hiding)
 
     def _try(self, sessions: list[Session], act: Callable[[list[Session]], None]) -> None:
         """Act on all together; if that fails, on each alone, so that an error ends only the session that caused it."""

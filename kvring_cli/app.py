@@ -10,12 +10,14 @@ import typer
 from engine.errors import KVRingError
 from kvring_cli import console
 from kvring_cli.commands.bench import bench
+from kvring_cli.commands.calibrate import calibrate
 from kvring_cli.commands.chat import chat
 from kvring_cli.commands.doctor import doctor
 from kvring_cli.commands.gate import gate
 from kvring_cli.commands.inspect import inspect
 from kvring_cli.commands.launch import launch
 from kvring_cli.commands.pick_engine import pick_engine
+from kvring_cli.commands.plan import plan
 from kvring_cli.commands.pull import pull
 from kvring_cli.commands.receipt import receipt
 from kvring_cli.commands.run import run
@@ -38,6 +40,8 @@ app.command()(smoke)
 app.command()(top)
 app.command()(receipt)
 app.command()(doctor)
+app.command()(calibrate)
+app.command()(plan)
 app.command("pick-engine")(pick_engine)
 app.command()(launch)
 app.add_typer(bench, name="bench")

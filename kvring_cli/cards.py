@@ -40,6 +40,18 @@ class CardFacts:
     pcie: float  # bytes, one way
 
 
+SERVERS = {"nvidia-h200-sm90": (989e12, 4.8e12, PCIE_LANE[5] * 16e9)}
+"""Datasheets of cards that were measured and are no preset: FLOP/s of dense 16-bit, bytes/s of memory and of PCIe."""
+
+
+def datasheet(hardware_class: str) -> tuple[float, float, float] | None:
+    """FLOP/s, memory bytes/s and PCIe bytes/s of a card by its class, if somebody wrote its datasheet down."""
+    for card in cards().values():
+        if card.gpu.hardware_class == hardware_class:
+            return card.half_flops, card.bandwidth, card.pcie
+    return SERVERS.get(hardware_class)
+
+
 @cache
 def presets() -> dict[str, Preset]:
     return {name: _preset(name, raw) for name, raw in _files().items()}

@@ -25,6 +25,10 @@ Command = Callable[..., Any]
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="A name that was pulled, a folder, a .gguf file, or phantom.")
 ]
+CardProfile = Annotated[
+    str | None,
+    typer.Option("--profile", metavar="CARD", help="Start from the preset of a card: 8gb, 10gb, 12gb, 16gb, 24gb."),
+]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show every effective setting with its source.")]
 
 

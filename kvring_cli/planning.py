@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from engine.config import PAGE, EngineConfig
+from engine.device import DEVICE_SHARE, resolve_dtype
 from engine.errors import ConfigError, KVRingError
 from engine.kv.budget import RAM_HEADROOM, Capacity, Memory, plan_capacity
 from engine.kv.page import KVShape, page_count
 from engine.ops.attention import SEGMENT
-from engine.platform import Facts
+from engine.ops.linear import GROUP
+from engine.platform import Facts, gather
 from engine.platform.facts import DESKTOP
 from engine.recall.digest import KIND_OF, digest_token_bytes
 from engine.switches import resolve
 from engine.units import GIB, format_bytes
-from kvring_cli.cards import CardFacts, find_preset
-from kvring_cli.shapes import Shape, shape_of
+from kvring_cli.cards import CardFacts, find_card, find_preset, presets
+from kvring_cli.shapes import PUBLISHED, Shape, check_bits, shape_of
 
+if TYPE_CHECKING:
+    from kvring_cli.forecast import Forecast
+
+COMMON_BITS = 4.5
+"""Of a weight in the files that people with small cards have."""
 LOADED_BITS = 16
 """Bits of a weight on a card: this build loads quantised files dequantised."""
-DEVICE_SHARE = 0.90
+CODE_BITS = 4 + 32 / GROUP
+"""Of a weight that a CPU keeps as a 4-bit code too, for decode."""
 SYSTEM_RAM = 4 * GIB
 """What a PC's own programs are taken to use, where its free RAM isn't known."""
 
@@ -57,6 +65,7 @@ class Plan:
     weight_bytes: int
     weight_bits: float
     limited_by: str
+    hypothetical: str = ""  # why this build can't do it, where the plan is for one that could
 
     def summary(self) -> str:
         if self.capacity is None:
@@ -76,6 +85,7 @@ class Plan:
             "kv_bytes_per_token": self.kv_token_bytes,
             "weight_bits_on_device": self.weight_bits,
             "weight_bytes": self.weight_bytes,
+            "hypothetical": self.hypothetical,
         }
         if self.capacity is None:
             return {**body, "refusal": self.refusal, "fix": self.fix}
@@ -98,22 +108,26 @@ def card_place(card: CardFacts, ram: int) -> Place:
     )
 
 
-def here(facts: Facts, ram: int | None = None, *, cpu: bool = False) -> Place:
-    """This machine as it is now."""
+def here(facts: Facts, config: EngineConfig, model: str = "", ram: int | None = None) -> Place:
+    """This machine as it is now, for the device and dtype that an engine would take. `model`: its file."""
     memory = facts.memory
     free = ram if ram is not None else memory.usable if memory else 0
-    gpu = None if cpu or not facts.torch.sees_card else facts.gpu
+    gpu = None if config.device == "cpu" or not facts.torch.sees_card else facts.gpu
+    if config.device.startswith("cuda") and gpu is None:
+        raise ConfigError("no CUDA device is here to plan for", "--card 12gb plans for one that isn't here")
     if gpu is None or gpu.free is None:
-        return Place("this CPU", free, None, torch.float32, f"RAM: {format_bytes(free)} free")
+        dtype = resolve_dtype(config.dtype, torch.device("cpu"), model)
+        return Place("this CPU", free, None, dtype, f"RAM: {format_bytes(free)} free")
     device = max(0, min(int(gpu.free * DEVICE_SHARE), gpu.free - gpu.desktop_bytes))
     text = f"device: {format_bytes(gpu.free)} free, {format_bytes(device)} of it to use; RAM: {format_bytes(free)} free"
-    return Place(gpu.name, free, device, torch.bfloat16, text)
+    return Place(gpu.name, free, device, resolve_dtype(config.dtype, torch.device("cuda")), text)
 
 
 def plan_here(model: str, facts: Facts, environ: Mapping[str, str], flags: Mapping[str, Any]) -> Plan:
     """`make_plan` for this machine under the settings in force; ConfigError where the model can't be served at all."""
     config = resolve(model, flags, environ).config
-    plan = make_plan(shape_of(model), here(facts, cpu=config.device == "cpu"), config)
+    shape = shape_of(model)
+    plan = make_plan(shape, here(facts, config, shape.origin), config)
     if plan.capacity is None:
         raise ConfigError(plan.refusal, plan.fix)
     return plan
@@ -122,7 +136,9 @@ def plan_here(model: str, facts: Facts, environ: Mapping[str, str], flags: Mappi
 def make_plan(shape: Shape, place: Place, config: EngineConfig, *, weight_bits: float | None = None) -> Plan:
     """`weight_bits`: of a weight on the device; None: as this build loads them."""
     kv = KVShape(shape.layers, shape.kv_heads, shape.head_dim, place.dtype)
-    loaded = 8 * place.dtype.itemsize if place.device is None else LOADED_BITS
+    loaded: float = LOADED_BITS if place.device is not None else 8 * place.dtype.itemsize
+    if place.device is None and shape.four_bit and place.dtype is torch.bfloat16:
+        loaded += CODE_BITS
     bits = float(loaded if weight_bits is None else weight_bits)
     weights = int(shape.parameters * bits / 8)
 
@@ -148,7 +164,10 @@ def make_plan(shape: Shape, place: Place, config: EngineConfig, *, weight_bits: 
         found = capacity(config if config.max_context or not largest else replace(config, max_context=largest))
     except KVRingError as error:
         refusal, fix = error.message, error.fix
-    return Plan(shape, place, found, largest, refusal, fix, kv.token_bytes, weights, bits, limit)
+    beyond = ""
+    if bits < loaded:
+        beyond = f"{bits:g} bits a weight on the device is what a file could give; this build loads {loaded:g} bits"
+    return Plan(shape, place, found, largest, refusal, fix, kv.token_bytes, weights, bits, limit, beyond)
 
 
 def _largest(capacity: Any, config: EngineConfig, shape: Shape) -> tuple[int, str]:
@@ -173,6 +192,70 @@ def _largest(capacity: Any, config: EngineConfig, shape: Shape) -> tuple[int, st
     return tokens(low), why
 
 
-def preset_config(model: str, preset: str | None, flags: Mapping[str, Any], environ: Mapping[str, str]) -> EngineConfig:
-    """Settings for a plan: flags, switches, then the card's preset."""
-    return resolve(model, flags, environ, find_preset(preset).settings if preset else None).config
+def plan_for(
+    model: str,
+    card: str | None,
+    ram: int | None,
+    weight_bits: float | None,
+    *,
+    flags: Mapping[str, Any],
+    environ: Mapping[str, str],
+    facts: Facts | None = None,
+) -> tuple[Plan, EngineConfig, Forecast]:
+    """What `kvring plan` prints: the plan, the settings behind it, and the predicted times."""
+    from kvring_cli.forecast import forecast, rates_here, rates_of_card
+
+    shape = shape_of(model)
+    check_bits(weight_bits)
+    if card is not None:
+        found = find_card(card)
+        preset = find_preset(found.preset)
+        place = card_place(found, ram or preset.ram)
+        config = resolve(model, flags, environ, preset.settings).config
+        rates, origin = rates_of_card(found)
+    else:
+        facts = facts or gather()
+        config = resolve(model, flags, environ).config
+        place = here(facts, config, shape.origin, ram)
+        rates, origin = rates_here(facts, environ, cpu=place.device is None)
+    plan = make_plan(shape, place, config, weight_bits=weight_bits)
+    return plan, config, forecast(plan, config, rates, origin)
+
+
+def overview(names: Sequence[str] | None, ram: int | None, weight_bits: float | None) -> list[dict[str, Any]]:
+    """Every published model on each card (None: one of each preset), as it is loaded and as it could be."""
+    rows = []
+    check_bits(weight_bits)
+    for name in names or list(presets()):
+        card = find_card(name)
+        preset = find_preset(card.preset)
+        place = card_place(card, ram or preset.ram)
+        config = EngineConfig(model="", **preset.settings)
+        for shape in PUBLISHED.values():
+            for bits in sorted({float(LOADED_BITS), weight_bits or _bits(shape)}, reverse=True):
+                plan = make_plan(shape, place, config, weight_bits=bits)
+                rows.append(_row(card.key, plan))
+    return rows
+
+
+def _bits(shape: Shape) -> float:
+    return shape.weight_bits if shape.weight_bits < LOADED_BITS else COMMON_BITS
+
+
+def _row(card: str, plan: Plan) -> dict[str, Any]:
+    capacity = plan.capacity
+    return {
+        "card": card,
+        "model": plan.shape.name,
+        "weight_bits": plan.weight_bits,
+        "loads": not plan.hypothetical,
+        "weight_bytes": plan.weight_bytes,
+        "kv_bytes_per_token": plan.kv_token_bytes,
+        "kv_dtype": "bf16",
+        "fits": capacity is not None,
+        "pool_tokens": capacity.pool_pages * PAGE if capacity else 0,
+        "pool_bytes": capacity.pool_bytes if capacity else 0,
+        "host_bytes": capacity.host_bytes if capacity else 0,
+        "largest_context": plan.largest,
+        "limited_by": plan.limited_by,
+    }

@@ -24,6 +24,7 @@ class Shape:
     trained_context: int
     tied: bool
     weight_bits: float = 16.0
+    four_bit: bool = False  # the file holds 4-bit codes that a CPU in bfloat16 computes with
     origin: str = "published config"
 
     @property
@@ -83,13 +84,11 @@ def shape_of(model: str) -> Shape:
         origin=str(path),
     )
     size = sum(opened.source.bytes_of(name) for name in opened.source.shapes)
-    return replace(shape, weight_bits=round(8 * size / shape.parameters, 2))
+    first = opened.source.nibbles(opened.layout.layer["gate"].format(0))
+    return replace(shape, weight_bits=round(8 * size / shape.parameters, 2), four_bit=first is not None)
 
 
-def with_bits(shape: Shape, bits: float | None) -> Shape:
-    """`--weight-bits`: another quantisation of the same model."""
-    if bits is None:
-        return shape
-    if not 1 <= bits <= 32:
+def check_bits(bits: float | None) -> None:
+    """ConfigError for a `--weight-bits` that no quantisation has."""
+    if bits is not None and not 1 <= bits <= 32:  # NaN fails too
         raise ConfigError(f"{bits:g} bits a weight are no quantisation", "--weight-bits from 1 to 32, 4.5 say")
-    return replace(shape, weight_bits=bits)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from engine.switches import SETTINGS, Resolved, resolve
+from engine.switches import SETTINGS, Effective, Resolved, resolve
 from engine.units import format_bytes
 from kvring_cli import console
 from kvring_cli.options import Flags
@@ -14,25 +14,65 @@ if TYPE_CHECKING:
     from engine.engine import Engine
 
 
-def settle(model: str, flags: Flags, verbose: bool, **defaults: Any) -> Resolved:
+def settle(model: str, flags: Flags, verbose: bool, card: str | None = None, **defaults: Any) -> Resolved:
     """The effective settings, shown with their sources: all when `verbose`, else those that are not the default.
 
+    `card`: a preset of profiles/cards. What was measured on this hardware gives defaults too, below that.
     `defaults`: the command's own, by field of EngineConfig.
     """
     from kvring_cli import models
 
-    resolved = resolve(str(models.resolve(model)), flags, os.environ, defaults=defaults)
+    path = str(models.resolve(model))
+    plain = resolve(path, flags, os.environ, defaults=defaults)
+    profiles = {**_measured(plain), **_preset(card)}
+    resolved = resolve(path, flags, os.environ, profiles, defaults) if profiles else plain
     for warning in resolved.warnings:
         console.warn(warning)
     if verbose:
-        for setting in SETTINGS:
-            effective = resolved.sources[setting.field]
-            console.say(f"  {setting.flag[2:]:<16} {setting.show(effective.value):<12} {effective.source}", "dim")
+        for line in every_setting(resolved):
+            console.say(line, "dim")
     else:
         changed = [_short(resolved, setting.field) for setting in SETTINGS]
         if any(changed):
             console.say(f"settings | {' | '.join(filter(None, changed))}", "dim")
     return resolved
+
+
+def _preset(card: str | None) -> dict[str, Effective]:
+    if card is None:
+        return {}
+    from kvring_cli.cards import find_preset
+
+    preset = find_preset(card)
+    return {field: Effective(value, f"profile {preset.name}") for field, value in preset.settings.items()}
+
+
+def _measured(resolved: Resolved) -> dict[str, Effective]:
+    """What the device profile says of settings. `--device-profile calibrate` measures the routes first."""
+    config = resolved.config
+    if config.device_profile == "off":
+        return {}
+    from engine.device import find_profile, measured_settings, resolve_device
+    from engine.platform import this_platform
+
+    platform, device = this_platform(), resolve_device(config.device)
+    if config.device_profile == "calibrate":
+        from engine.device_profile import save, user_file
+        from kvring_cli.calibration import calibrate
+        from kvring_cli.commands.gate import GateProgress
+
+        with GateProgress("calibrate") as progress:
+            row = calibrate(device, platform, progress, rates=False)
+        save(row, user_file(path=config.device_profile_path))
+    found = find_profile(config, device, platform)
+    for trouble in found.troubles:
+        console.warn(f"device profile passed over: {trouble}")
+    settings = measured_settings(found)
+    if "OMP_NUM_THREADS" in os.environ:
+        settings.pop("threads", None)
+    if config.kv_capacity is not None:  # a pool of a given size may have no room for another chunk
+        settings.pop("prefill_chunk", None)
+    return {field: Effective(value, f"device profile, {found.source}") for field, value in settings.items()}
 
 
 def _short(resolved: Resolved, field: str) -> str:
@@ -45,8 +85,16 @@ def _short(resolved: Resolved, field: str) -> str:
     if effective.source == setting.flag:
         return f"{setting.flag} {value}"
     return (
-        f"{setting.switch}={value}" if effective.source == setting.switch else f"{setting.flag[2:]} {value} (profile)"
+        f"{setting.switch}={value}"
+        if effective.source == setting.switch
+        else f"{setting.flag[2:]} {value} ({effective.source})"
     )
+
+
+def every_setting(resolved: Resolved) -> list[str]:
+    """A line for each setting: its value and its source."""
+    found = ((setting, resolved.sources[setting.field]) for setting in SETTINGS)
+    return [f"  {setting.flag[2:]:<20} {setting.show(one.value):<12} {one.source}" for setting, one in found]
 
 
 def effective(resolved: Resolved) -> dict[str, dict[str, object]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from dataclasses import replace
 from types import SimpleNamespace
@@ -196,7 +197,14 @@ def test_doctor_speaks_json_and_checks_a_model(capsys):
     body = json.loads(capsys.readouterr().out)
     found = {check["name"]: check for check in body["checks"]}
     assert body["ok"] and body["facts"]["system"]
+    assert body["settings"]["sink"] == {"value": 256, "source": "default"}
     assert found["model"]["status"] == found["model tensors"]["status"] == found["model fits"]["status"] == "ok"
+
+
+def test_doctor_lists_every_setting_with_its_source_when_asked(capsys):
+    assert call(["doctor", "-v", "--sink", "128", "--port", "1"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^  sink +128 +--sink$", out, re.M) and re.search(r"^  threads +auto +default$", out, re.M)
 
 
 def test_doctor_fails_on_a_model_that_is_not_whole(tmp_path, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -233,6 +234,33 @@ def test_windows_facts_without_symlinks_registry_or_windll(monkeypatch):
     assert facts.gpu == RTX_3060 and facts.memory.commit_free == 2 * GIB
     bare = gather(Windows(), import_torch=False, nvml=nvml())  # no windll here at all
     assert bare.memory is None and bare.console.encoding is None
+
+
+@pytest.mark.parametrize("encoding", ["gbk", "ascii"])
+def test_a_console_that_is_not_utf8_and_paths_with_spaces_and_chinese_are_no_trouble(tmp_path, encoding):
+    """What the console lacks is shown as ?; the files behind such names are found all the same."""
+    import shutil
+
+    from tests.models import phantom_folder
+
+    folder = tmp_path / "我的 模型 & more"
+    shutil.copytree(phantom_folder(), folder, ignore=lambda _, names: [n for n in names if n.endswith(".py")])
+    environment = {
+        **os.environ,
+        "PYTHONIOENCODING": f"{encoding}:strict",
+        "PYTHONUTF8": "0",
+        "XDG_CACHE_HOME": str(tmp_path / "缓存 folder"),
+        "NINFER_DEVICE_PROFILES": str(tmp_path / "配置"),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "kvring_cli.app", "doctor", "--model", str(folder), "--port", "1"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+    )
+    out = done.stdout.decode(encoding)
+    assert done.returncode == 0, done.stderr
+    assert ("我的 模型" if encoding == "gbk" else "?? ??") in out and "warn    console" in out
 
 
 @pytest.mark.parametrize("platform", [Windows(Kernel32()), Linux()], ids=["windows", "linux"])

@@ -8,8 +8,6 @@ import sys
 import textwrap
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
 MODULES = ("fcntl", "resource", "pwd", "grp", "termios", "tty", "pty", "syslog", "posix", "crypt", "nis", "spwd")
 _OS = """
@@ -20,6 +18,7 @@ O_CLOEXEC WNOHANG
 """
 _SIGNAL = "SIGKILL SIGHUP SIGUSR1 SIGUSR2 SIGALRM SIGPIPE SIGCHLD SIGQUIT alarm setitimer pause sigwait pthread_kill"
 OS, SIGNAL = _OS.split(), _SIGNAL.split()
+KEPT = ("WNOHANG", "SIGKILL")  # which Python's own subprocess looks up on Linux; no source of ours may name them
 PLATFORM_ONLY = "engine/platform/"
 
 PRELUDE = f"""
@@ -27,13 +26,13 @@ import asyncio, concurrent.futures, importlib.metadata, multiprocessing, socket,
 import fastapi, gguf, jinja2, numpy, platformdirs, psutil, prometheus_client, rich.console, rich.progress, safetensors
 import tokenizers, torch, typer, uvicorn, yaml
 import os, signal, sys, platform
-for name in {OS!r}:
+for name in {sorted(set(OS) - set(KEPT))!r}:
     os.__dict__.pop(name, None)
-for name in {SIGNAL!r}:
+for name in {sorted(set(SIGNAL) - set(KEPT))!r}:
     signal.__dict__.pop(name, None)
 for name in {MODULES!r}:
     sys.modules[name] = None
-os.symlink = None
+os.__dict__.pop("symlink", None)
 from kvring_cli.app import call
 """
 
@@ -50,33 +49,32 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_every_module_of_ours_is_imported_and_every_help_is_shown():
+LINES = [
+    ["--version"],
+    ["--help"],
+    ["inspect", "phantom"],
+    ["doctor", "--model", "phantom", "--port", "1"],
+    ["pick-engine", "phantom"],
+    ["plan", "phantom", "--max-context", "4K"],
+    ["run", "phantom", "Hello", "-n", "2", "--max-context", "512"],
+]
+
+
+def test_every_module_is_imported_and_every_command_runs():
     done = run(
-        """
+        f"""
         import importlib, pkgutil, engine, gates, kvring_cli
         for package in (engine, gates, kvring_cli):
             for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-                if not found.name.startswith("gates.phantom.") and found.name != "gates.leash":
+                if not found.name.startswith(("gates.phantom.", "engine.ops.triton_")) and found.name != "gates.leash":
                     importlib.import_module(found.name)
-        sys.exit(call(["--help"]))
+        for line in {LINES!r}:
+            print("#", line, call(line), flush=True)
         """
     )
     assert done.returncode == 0, done.stderr
-    assert "Usage" in done.stdout
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        ["--version"],
-        ["inspect", "phantom"],
-        ["run", "phantom", "Hello", "-n", "2", "--max-context", "512"],
-    ],
-    ids=lambda line: line[0],
-)
-def test_a_command_runs(line):
-    done = run(f"sys.exit(call({line!r}))")
-    assert done.returncode == 0 and done.stdout.strip(), done.stderr
+    ended = [line for line in done.stdout.splitlines() if line.startswith("# ")]
+    assert ended == [f"# {line} 0" for line in LINES], done.stderr
 
 
 def _names(tree: ast.AST):

@@ -14,7 +14,7 @@ from engine.config import RecallParams, SamplingParams
 from engine.errors import KVRingError, RequestError
 from kvring_cli import console
 from kvring_cli.document import join, read_file
-from kvring_cli.options import Flags, Model, Verbose, engine_options, sampling_options
+from kvring_cli.options import CardProfile, Flags, Model, Verbose, engine_options, sampling_options
 from kvring_cli.prompt import Message, check
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ def chat(
     ] = None,
     encoding: Annotated[str | None, typer.Option("--encoding", help="Of files. Left out: their BOM, or UTF-8.")] = None,
     system: Annotated[str | None, typer.Option("--system", "-s", help="The system prompt.")] = None,
+    profile: CardProfile = None,
     verbose: Verbose = False,
     flags: Flags,
     sampling: SamplingParams,
@@ -43,7 +44,7 @@ def chat(
     conversation = Conversation(sampling, system, encoding)
     for path in files or ():
         conversation.add_file(path)
-    engine = start(settle(model, flags, verbose), verbose)
+    engine = start(settle(model, flags, verbose, profile), verbose)
     try:
         if engine.model.chat is None:
             raise RequestError(f"{engine.model.name} has no chat template", "kvring run --raw sends text as it is")

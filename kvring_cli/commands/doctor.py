@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvring_cli import console
-from kvring_cli.options import Flags, engine_options
+from kvring_cli.options import Flags, Verbose, engine_options
 
 if TYPE_CHECKING:
     from engine.platform import Facts
+    from engine.switches import Resolved
     from kvring_cli.install import Finding
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "unknown": "dim"}
@@ -28,12 +30,14 @@ def doctor(
         bool, typer.Option("--install", help="Hold every installed file against the wheel's record, too.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    verbose: Verbose = False,
     *,
     flags: Flags,
 ) -> None:
     """Check this machine: Python, torch, driver, card, memory, console, settings, profile. Works without a GPU."""
     from engine.platform import gather
     from kvring_cli.doctor import examine, exit_code
+    from kvring_cli.start import effective, every_setting
 
     facts = gather()
     findings = examine(
@@ -48,10 +52,22 @@ def doctor(
         from dataclasses import asdict
 
         body = {"ok": code == 0, "checks": [asdict(finding) for finding in findings], "facts": asdict(facts)}
-        console.write_json(body)
+        console.write_json({**body, "settings": _settings(flags, effective)})
     else:
         show(findings)
+        if verbose:
+            for line in _settings(flags, every_setting) or ():
+                console.write(line + "\n")
     raise typer.Exit(code)
+
+
+def _settings(flags: Flags, say: Callable[[Resolved], Any]) -> Any:
+    """What is in force; None where a value is out of its range, which is a finding."""
+    from engine.errors import ConfigError
+    from engine.switches import resolve
+
+    with contextlib.suppress(ConfigError):
+        return say(resolve("", flags, os.environ))
 
 
 def show(findings: Iterable[Finding]) -> None:

@@ -156,7 +156,8 @@ def _plan(path: str, facts: Facts, line: Sequence[str]) -> None:
     flags: dict[str, Any] = {setting.field: words.get(setting.flag) for setting in SETTINGS if not setting.boolean}
     preset = find_preset(words["--profile"]).settings if "--profile" in words else None
     config = resolve(path, flags, os.environ, preset, {"host_kv_bytes": "auto"}).config  # serve's own default
-    plan = make_plan(shape_of(path), here(facts, cpu=config.device == "cpu"), config)
+    shape = shape_of(path)
+    plan = make_plan(shape, here(facts, config, shape.origin), config)
     if plan.capacity is None:
         raise ConfigError(f"plan: {plan.refusal}", plan.fix)
     console.say(f"plan   | {plan.summary()}")

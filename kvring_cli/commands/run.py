@@ -10,7 +10,7 @@ import typer
 from engine.config import RecallParams, SamplingParams
 from kvring_cli import console
 from kvring_cli.document import Document, decode, read_file
-from kvring_cli.options import Flags, Model, Verbose, engine_options, sampling_options
+from kvring_cli.options import CardProfile, Flags, Model, Verbose, engine_options, sampling_options
 from kvring_cli.prompt import Prompt, check
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ def run(
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object on stdout.", rich_help_panel=_OUTPUT)
     ] = False,
+    profile: CardProfile = None,
     verbose: Verbose = False,
     flags: Flags,
     sampling: SamplingParams,
@@ -79,7 +80,7 @@ def run(
         check(question := _question(question))
     headers = bool(folders) or len(files or ()) > 1
     prompt = Prompt(_documents(files, folders, globs, encoding), headers, system, raw)
-    resolved = settle(model, flags, verbose)
+    resolved = settle(model, flags, verbose, profile)
     engine = start(resolved, verbose)
     try:
         if batch:

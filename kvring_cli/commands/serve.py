@@ -13,7 +13,7 @@ import typer
 
 from engine.errors import ConfigError, KVRingError
 from kvring_cli import console
-from kvring_cli.options import Flags, Model, Verbose, engine_options
+from kvring_cli.options import CardProfile, Flags, Model, Verbose, engine_options
 
 if TYPE_CHECKING:
     from engine.switches import Resolved
@@ -74,6 +74,7 @@ def serve(
             "--strict", help="Refuse what would only be warned of, slower paths included.", rich_help_panel=_SERVER
         ),
     ] = False,
+    profile: CardProfile = None,
     verbose: Verbose = False,
     flags: Flags,
 ) -> None:
@@ -82,7 +83,7 @@ def serve(
     from kvring_cli.start import settle
 
     began = time.perf_counter()
-    resolved = settle(model, flags, verbose, host_kv_bytes="auto")
+    resolved = settle(model, flags, verbose, profile, host_kv_bytes="auto")
     record = Record(resolved)
     if strict and resolved.warnings:
         raise ConfigError(f"--strict: {resolved.warnings[0]}", "mend it, or leave --strict out")

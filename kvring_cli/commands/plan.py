@@ -1,0 +1,179 @@
+"""`kvring plan`: what of a model fits where, and how fast it would be; for this machine or a card that isn't here."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from engine.units import format_bytes, parse_bytes
+from kvring_cli import console
+from kvring_cli.options import Flags, engine_options
+
+if TYPE_CHECKING:
+    from engine.config import EngineConfig
+    from kvring_cli.engines import Choice
+    from kvring_cli.forecast import Forecast
+    from kvring_cli.planning import Plan
+
+
+@engine_options
+def plan(
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="A model that is here, or a published one. Left out: all of those."),
+    ] = None,
+    card: Annotated[
+        str | None, typer.Option("--card", help="A card that isn't here: 12gb, 3060-12gb, ... Left out: this machine.")
+    ] = None,
+    ram: Annotated[str | None, typer.Option("--ram", metavar="32GiB", help="RAM of the PC around that card.")] = None,
+    weight_bits: Annotated[
+        float | None,
+        typer.Option("--weight-bits", help="Bits of a weight on the card. Left out: as this build loads it."),
+    ] = None,
+    compute_capability: Annotated[
+        str | None,
+        typer.Option("--compute-capability", metavar="8.6", help="Pretend a card's. Switch: NINFER_AGENT_CC."),
+    ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Run it here too, and hold the prediction against that.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    *,
+    flags: Flags,
+) -> None:
+    """Say what fits, with the arithmetic: weights, pool, digests, host store, largest context; and predict times."""
+    from kvring_cli.planning import overview, plan_for
+
+    if model is None:
+        _overview(overview([card] if card else None, parse_bytes(ram) if ram else None, weight_bits), as_json)
+        return
+    if measure and card is not None:
+        raise console.BadUsage("--measure runs on this machine, and --card is another", "leave one of them out")
+    made, config, forecast = plan_for(
+        model, card, parse_bytes(ram) if ram else None, weight_bits, flags=flags, environ=os.environ
+    )
+    engine = _engine(card, compute_capability)
+    measured = None
+    if measure and made.capacity is not None:
+        from kvring_cli.commands.gate import GateProgress
+        from kvring_cli.measured import run
+
+        with GateProgress("plan") as progress:
+            measured = run(model, config, made, progress)
+    if as_json:
+        body = {**made.as_json(), "engine": engine.engine, "forecast": _forecast(forecast)}
+        console.write_json(body | ({"measured": vars(measured)} if measured else {}))
+    else:
+        for line in _lines(made, config):
+            console.write(line + "\n")
+        console.write(f"engine    {engine.engine}: {engine.reason}\n")
+        _predicted(forecast, measured)
+    if made.capacity is None:
+        from engine.errors import ConfigError
+
+        raise ConfigError(made.refusal, made.fix)
+
+
+def _engine(card: str | None, capability: str | None) -> Choice:
+    """Which engine would run there; ConfigError where nobody can tell."""
+    from engine.errors import ConfigError
+    from engine.platform import gather
+    from kvring_cli.cards import find_card
+    from kvring_cli.engines import pick_engine
+
+    environ = dict(os.environ)
+    pretended = capability or (find_card(card).gpu.capability if card else None)
+    if pretended:
+        environ["NINFER_AGENT_CC"] = pretended
+    choice = pick_engine(gather(), environ)
+    if choice.outcome in ("unreadable", "unsupported"):
+        raise ConfigError(choice.reason, choice.fix)
+    return choice
+
+
+def _lines(made: Plan, config: EngineConfig) -> list[str]:
+    from engine.config import PAGE
+
+    shape, place, capacity = made.shape, made.place, made.capacity
+    half = shape.heads, shape.kv_heads, shape.head_dim
+    lines = [
+        f"model     {shape.name}: {shape.layers} layers, {half[0]} heads over {half[1]} KV heads of {half[2]}, "
+        f"{shape.parameters / 1e9:.3g} billion weights ({shape.origin})",
+        f"place     {place.name}: {place.arithmetic}",
+        f"weights   {shape.parameters / 1e9:.3g} billion x {made.weight_bits:g} bits / 8 = "
+        f"{format_bytes(made.weight_bytes)}",
+        f"KV        2 x {shape.layers} layers x {half[1]} heads x {half[2]} x {place.dtype.itemsize} bytes = "
+        f"{format_bytes(made.kv_token_bytes)} a token, {format_bytes(PAGE * made.kv_token_bytes)} a page "
+        f"({str(place.dtype).removeprefix('torch.')})",
+    ]
+    if made.hypothetical:
+        lines.append(f"note      {made.hypothetical}")
+    if capacity is None:
+        lines.append(f"context   largest that fits: {made.largest:,} tokens ({made.limited_by})")
+        return lines
+    pages = capacity.pool_pages
+    how = "the whole context" if not capacity.ring else _pool_arithmetic(config, pages)
+    total = capacity.device_bytes
+    return [
+        *lines,
+        f"pool      {how} = {pages:,} pages = {pages * PAGE:,} tokens = {format_bytes(capacity.pool_bytes)}",
+        f"digests   {format_bytes(capacity.digest_bytes)}; staging {format_bytes(capacity.staging_bytes)}",
+        f"device    {format_bytes(total)}" + (f" of {format_bytes(place.device)}" if place.device is not None else ""),
+        f"host      {capacity.host_pages:,} pages = {format_bytes(capacity.host_bytes)} of {format_bytes(place.ram)}",
+        f"context   {capacity.context:,} tokens; largest that fits: {made.largest:,} (limit: {made.limited_by})",
+    ]
+
+
+def _pool_arithmetic(config: EngineConfig, pages: int) -> str:
+    from engine.config import PAGE
+    from engine.kv.budget import DEFAULT_WINDOW, SLACK
+
+    if config.kv_capacity is not None:
+        return "as asked"
+    window = config.kv_window or DEFAULT_WINDOW
+    asked = -(-window // PAGE) + -(-config.prefill_chunk // PAGE) + SLACK
+    return f"{window}/64 + {config.prefill_chunk}/64 + {SLACK}" if asked == pages else "cut to the trained context"
+
+
+def _predicted(forecast: Forecast, measured: Any) -> None:
+    if forecast.prediction is None:
+        console.write(f"predicted unknown: {forecast.origin}\n")
+        return
+    found = forecast.prediction
+    rows = (
+        ("prefill", found.prefill_seconds, "s", f" ({found.prefill_rate:,.0f} tokens/s, exact)"),
+        ("decode", found.decode_rate, "tokens/s", ""),
+        ("second turn", found.second_turn_seconds, "s", " to the first token, 64 new ones"),
+    )
+    for number, (name, value, unit, more) in enumerate(rows):
+        line = f"{'predicted' if not number else '':<10}{name} {value:,.3g} {unit}{more}"
+        if measured is not None:
+            real = (measured.prefill_seconds, measured.decode_rate, measured.second_turn_seconds)[number]
+            line += f" | measured {real:,.3g} {unit}, ratio {value / real:.2f}"
+        console.write(line + "\n")
+    console.write(f"{'':<10}from {forecast.origin}\n")
+    if measured is not None:
+        console.write(f"{'':<10}{measured.clock}\n")
+
+
+def _forecast(forecast: Forecast) -> dict[str, Any]:
+    return {"origin": forecast.origin, "prediction": vars(forecast.prediction) if forecast.prediction else None}
+
+
+def _overview(rows: list[dict[str, Any]], as_json: bool) -> None:
+    if as_json:
+        console.write_json(rows)
+        return
+    console.write("| card | model | bits a weight | weights | KV a token | pool | largest context | limit |\n")
+    console.write("| --- | --- | --- | --- | --- | --- | --- | --- |\n")
+    for row in rows:
+        pool = f"{row['pool_tokens']:,} tokens, {format_bytes(row['pool_bytes'])}" if row["fits"] else "-"
+        context = f"{row['largest_context']:,}" if row["fits"] else "does not fit"
+        console.write(
+            f"| {row['card']} | {row['model']} | {row['weight_bits']:g}{'' if row['loads'] else ' *'} | "
+            f"{format_bytes(row['weight_bytes'])} | {format_bytes(row['kv_bytes_per_token'])} {row['kv_dtype']} | "
+            f"{pool} | {context} | {row['limited_by']} |\n"
+        )
+    console.write("\n* needs weights that stay quantised on the card; this build loads every weight in 16 bits.\n")

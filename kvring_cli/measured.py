@@ -1,0 +1,88 @@
+"""The plan's three times, measured: what a prediction is held against."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from engine.config import EngineConfig, RecallParams, SamplingParams
+from engine.engine import Engine
+from engine.result import Token
+from engine.trials import own_clock, quick
+from kvring_cli.planning import Plan
+from kvring_cli.predict import QUESTION
+
+_ANSWER = 48
+
+
+@dataclass(frozen=True)
+class Measured:
+    """As `kvring_cli.predict.Prediction`; `clock` says what was timed."""
+
+    prefill_seconds: float
+    decode_rate: float
+    second_turn_seconds: float
+    clock: str
+
+
+def run(model: str, config: EngineConfig, plan: Plan, say: Callable[[str, float], None]) -> Measured:
+    """An exact prefill of the plan's whole context, an answer, and three further turns."""
+    from kvring_cli import models
+
+    assert plan.capacity is not None
+    room = 4 * QUESTION + _ANSWER + 64
+    tokens = plan.capacity.context - room
+    say(f"prefill of {tokens:,} tokens", 0.0)
+    engine = Engine.load(replace(config, model=str(models.resolve(model)), max_context=plan.capacity.context))
+    clock = own_clock(engine.model.transformer.device)
+    try:
+        text = _text(engine, tokens)
+        engine.complete(engine.prepare("Hello", SamplingParams(max_tokens=2)))
+        prefill, steps = _timed(engine, text, _ANSWER, RecallParams(prefill="exact"), clock)
+        say("second turns", 0.8)
+        turns = [
+            _timed(engine, f"{text} {'why ' * (n + 1)}{_text(engine, QUESTION - n)}", 1, RecallParams(), clock)[0]
+            for n in range(4)
+        ]
+    finally:
+        engine.close()
+    own = "one thread's processor time, which a busy machine can't stretch"
+    what = own if clock is time.process_time else "the wall"
+    return Measured(prefill, 1 / quick(steps), quick(turns[1:]), f"measured by {what}")
+
+
+def _timed(
+    engine: Engine, text: str, answer: int, recall: RecallParams, clock: Callable[[], float]
+) -> tuple[float, list[float]]:
+    """Seconds to the first token, and of each later one."""
+    began, times = clock(), []
+    for event in engine.generate(engine.prepare(text, SamplingParams(max_tokens=answer, ignore_eos=True), recall)):
+        if isinstance(event, Token):
+            times.append(clock())
+    return times[0] - began, [later - earlier for earlier, later in pairwise(times)]
+
+
+def _text(engine: Engine, tokens: int) -> str:
+    """Plain text of about so many tokens, never more."""
+    words = [
+        "the",
+        "of",
+        "and",
+        "to",
+        "in",
+        "is",
+        "was",
+        "for",
+        "on",
+        "as",
+        "with",
+        "time",
+        "work",
+        "part",
+        "case",
+        "system",
+    ]
+    ratio = engine.count_tokens(" ".join(words * 64)) / (len(words) * 64)
+    return " ".join(words[(7 * n + n // 16) % 16] for n in range(int(tokens / max(1.0, ratio))))

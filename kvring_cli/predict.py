@@ -1,0 +1,155 @@
+"""How long prefill, decode and a second turn would take, from rates that were measured on stand-ins. Pure arithmetic.
+
+A rate is measured at a few sizes of one layer's work and kept as bands [[work, work a second], ...]; between two sizes
+the *time* is interpolated, so that a call's fixed cost counts where the work is small.
+
+    layer/DTYPE         FLOP of one layer's matrices over a chunk of many rows
+    attend/DTYPE        FLOP of attention, 4 x heads x head dim x rows x keys, of an exact pass over the pages
+    row/FORM            bytes of one layer's weights read for one row (FORM: a dtype, or int4)
+    head/DTYPE          bytes of the output matrix, for one row
+    attend_row/DTYPE    bytes of K and V in the window that one row reads
+    score_row/DTYPE     keys x heads x head dim that one row is scored against
+    h2d_pinned          bytes to the card
+    turn/DTYPE          the same for a short chunk that resumes a long context: scoring and fetching
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from engine.config import PAGE
+from engine.errors import ConfigError
+from engine.ops.linear import GROUP
+from engine.routes import Bands
+
+QUESTION = 64
+"""Tokens of the second turn that is predicted."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a model asks of a machine. `form`: how one row reads the weights; `kv_bytes`: of one element of K or V."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    dtype: str
+    form: str
+    weight_bytes: float  # of one weight as one row reads it
+    head_bytes: float  # of one number of the output matrix
+    kv_bytes: int
+
+    @classmethod
+    def of(cls, sizes: Any, dtype: torch.dtype, *, four_bit: bool) -> Work:
+        """`sizes` has the fields of the same names; `four_bit`: one row reads 4-bit codes with their scales."""
+        name, width = str(dtype).removeprefix("torch."), dtype.itemsize
+        return cls(
+            layers=sizes.layers,
+            hidden=sizes.hidden,
+            ffn=sizes.ffn,
+            heads=sizes.heads,
+            kv_heads=sizes.kv_heads,
+            head_dim=sizes.head_dim,
+            vocab=sizes.vocab,
+            dtype=name,
+            form="int4" if four_bit else name,
+            weight_bytes=0.5 + 4 / GROUP if four_bit else width,
+            head_bytes=width,
+            kv_bytes=width,
+        )
+
+    @property
+    def layer_weights(self) -> int:
+        return self.hidden * (2 * self.heads + 2 * self.kv_heads) * self.head_dim + 3 * self.hidden * self.ffn
+
+    def layer_flops(self, rows: int) -> float:
+        return 2.0 * rows * self.layer_weights
+
+    def attend_flops(self, rows: int, keys: float) -> float:
+        return 4.0 * self.heads * self.head_dim * rows * keys
+
+    @property
+    def row_bytes(self) -> float:
+        return self.layer_weights * self.weight_bytes
+
+    def window_bytes(self, tokens: int) -> float:
+        return 2.0 * tokens * self.kv_heads * self.head_dim * self.kv_bytes
+
+    def scores(self, tokens: int) -> float:
+        return float(tokens * self.heads * self.head_dim)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds of the whole prompt and of a second turn's first token; tokens a second of decode."""
+
+    prefill_seconds: float
+    prefill_rate: float
+    decode_rate: float
+    second_turn_seconds: float
+
+
+def predict(work: Work, rates: Mapping[str, Bands], *, context: int, pool: int, window: int, chunk: int) -> Prediction:
+    """`context`: prompt tokens; `pool` and `window`: tokens that the device holds, and that a step sees of them.
+
+    ConfigError where the rates lack what this model needs.
+    """
+    dtype, layers = work.dtype, work.layers
+
+    def time(kind: str, amount: float) -> float:
+        bands = rates.get(kind)
+        if not bands:
+            raise ConfigError(f"the profile has no rate '{kind}'", "kvring calibrate measures it on this machine")
+        return seconds(bands, amount)
+
+    prefill = 0.0
+    for start in range(0, context, chunk):
+        rows = min(chunk, context - start)
+        prefill += layers * time(f"layer/{dtype}", work.layer_flops(rows))
+        attend = time(f"attend/{dtype}", work.attend_flops(rows, start + rows / 2))
+        if start > pool and "h2d_pinned" in rates:  # cold pages stream by, at best as fast as the link
+            attend = max(attend, time("h2d_pinned", work.window_bytes(start)))
+        prefill += layers * attend
+    over = context > pool
+    head = time(f"head/{dtype}", work.vocab * work.hidden * work.head_bytes)
+    row = time(f"row/{work.form}", work.row_bytes)
+    row += time(f"attend_row/{dtype}", work.window_bytes(window if over else context))
+    if over:
+        row += time(f"score_row/{dtype}", work.scores(context))
+    rows = QUESTION + PAGE // 2  # a prefix resumes in whole pages
+    turn = layers * time(f"layer/{dtype}", work.layer_flops(rows)) + head
+    turn += layers * time(f"attend/{dtype}", work.attend_flops(rows, window if over else context))
+    if over:
+        turn += layers * time(f"turn/{dtype}", work.scores(context))
+    return Prediction(prefill, context / prefill, 1 / (layers * row + head), turn)
+
+
+def seconds(bands: Bands, amount: float) -> float:
+    """Time for `amount` of work: between the measured sizes by a straight line, outside along the nearest one.
+
+    Below the smallest size it is at least the smallest's rate, and more where the line says that calls cost something
+    however little they do.
+    """
+    points = [(float(work), work / rate) for work, rate in bands]
+    first, last = points[0], points[-1]
+    if amount <= first[0] or len(points) == 1:
+        alone = first[1] * amount / first[0]
+        if len(points) == 1:
+            return alone
+        slope = max(0.0, (points[1][1] - first[1]) / (points[1][0] - first[0]))
+        return max(alone, first[1] - slope * (first[0] - amount))
+    for (left, before), (right, after) in pairwise(points):
+        if amount <= right:
+            return before + (after - before) * (amount - left) / (right - left)
+    left, before = points[-2]
+    slope = (last[1] - before) / (last[0] - left)
+    return last[1] + max(slope, 0.0) * (amount - last[0])

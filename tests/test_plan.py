@@ -1,0 +1,233 @@
+"""The risk: a plan that promises what the engine then refuses, or a time that nothing was measured for."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.config import EngineConfig
+from engine.device_profile import DeviceProfile
+from engine.engine import Engine
+from engine.errors import ConfigError
+from engine.platform import HostMemory, Platform
+from engine.units import GIB, MIB
+from kvring_cli import forecast as forecasts
+from kvring_cli.app import call
+from kvring_cli.cards import cards, find_card, preset_for, presets
+from kvring_cli.planning import card_place, here, make_plan, overview, plan_for
+from kvring_cli.predict import Work, predict, seconds
+from kvring_cli.shapes import PUBLISHED, shape_of
+from tests.machines import H200, RTX_3060, laptop, linux_server
+
+# --- what fits --------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "kib", "billions"),
+    [("qwen3-4b", 144, 4.02), ("qwen3-8b", 144, 8.19), ("llama-3.1-8b", 128, 8.03), ("qwen2.5-7b", 56, 7.62)],
+)
+def test_published_sizes_give_the_published_bytes(name, kib, billions):
+    """capacity.md's bytes a token, and the parameter counts on the models' own pages."""
+    plan = make_plan(PUBLISHED[name], card_place(find_card("24gb"), 64 * GIB), EngineConfig(model=""), weight_bits=4)
+    assert plan.kv_token_bytes == kib * 1024
+    assert PUBLISHED[name].parameters / 1e9 == pytest.approx(billions, abs=0.01)
+    assert PUBLISHED["27b-2.1bit"].parameters / 1e9 == pytest.approx(27, abs=0.1)
+
+
+def test_every_card_and_model_is_in_the_table_as_it_is_loaded_and_as_it_could_be():
+    rows = overview(None, None, None)
+    assert {row["card"] for row in rows} == {preset.typical for preset in presets().values()}
+    assert {(row["model"], row["weight_bits"]) for row in rows} == {
+        (name, bits) for name in PUBLISHED for bits in (16.0, 2.1 if name == "27b-2.1bit" else 4.5)
+    }
+    assert all(row["loads"] == (row["weight_bits"] == 16) for row in rows), "what this build can't do is marked"
+    for row in rows:
+        assert row["fits"] == (row["largest_context"] > 0)
+
+
+@pytest.mark.parametrize("model", sorted(PUBLISHED))
+@pytest.mark.parametrize("card", ["8gb", "12gb", "24gb"])
+def test_the_largest_context_fits_and_a_page_more_does_not(model, card):
+    place, shape = card_place(find_card(card), presets()[card].ram), PUBLISHED[model]
+    config = EngineConfig(model="", **presets()[card].settings)
+    plan = make_plan(shape, place, config, weight_bits=shape.weight_bits if shape.weight_bits < 16 else 4.5)
+    assert plan.largest > 0
+    fits = make_plan(shape, place, replace(config, max_context=plan.largest), weight_bits=plan.weight_bits)
+    assert fits.capacity is not None and fits.capacity.context == plan.largest
+    assert fits.capacity.device_bytes <= place.device
+    more = make_plan(shape, place, replace(config, max_context=plan.largest + 64), weight_bits=plan.weight_bits)
+    assert more.capacity is None and more.refusal and more.fix
+
+
+class Machine(Platform):
+    def __init__(self, ram: int) -> None:
+        self.ram = ram
+
+    def memory(self) -> HostMemory:
+        return HostMemory(self.ram, self.ram)
+
+
+@pytest.mark.parametrize("ram", [1300 * MIB, 1600 * MIB, 3 * GIB])
+def test_a_plan_for_the_cpu_is_what_the_engine_then_builds(phantom, ram):
+    """Weights are in RAM by the time the engine looks; the plan counts them first."""
+    shape, weights = shape_of("phantom"), phantom.transformer.weight_bytes
+    config = EngineConfig(model="", kv_capacity=4032, device="cpu", device_profile="off")
+    planned = make_plan(shape, here(laptop(memory=HostMemory(ram, ram)), config), config).capacity
+    built = Engine(config, phantom, Machine(ram - weights))
+    try:
+        assert abs(planned.context - built.capacity.context) <= 256
+        assert planned.pool_pages == built.capacity.pool_pages
+        assert planned.host_bytes == pytest.approx(built.capacity.host_bytes, rel=0.01)
+        assert planned.weight_bytes == pytest.approx(weights, rel=0.01)
+    finally:
+        built.close()
+
+
+def test_ram_is_an_input_and_halves_what_it_holds():
+    long = {"max_context": "128K", "weight_bits": 4.5}
+    wide, *_ = plan_for("llama-3.1-8b", "24gb", 64 * GIB, 4.5, flags={"max_context": "128K"}, environ={})
+    tight, *_ = plan_for("llama-3.1-8b", "24gb", 16 * GIB, 4.5, flags={"max_context": "128K"}, environ={})
+    assert long and wide.capacity is not None and tight.capacity is None
+    assert "RAM" in tight.refusal and tight.largest < 100_000
+
+
+def test_a_flag_overrides_the_cards_preset():
+    _, preset, _ = plan_for("qwen3-4b", "12gb", None, 4.5, flags={}, environ={})
+    _, flagged, _ = plan_for("qwen3-4b", "12gb", None, 4.5, flags={"kv_window": "4096"}, environ={})
+    assert (preset.kv_window, flagged.kv_window) == (8192, 4096)
+    assert preset.device_limit_bytes == flagged.device_limit_bytes == 11 * GIB
+
+
+def test_presets_are_whole_and_marked_as_datasheet_facts():
+    from importlib import resources
+
+    for name, preset in presets().items():
+        text = (resources.files("profiles") / "cards" / f"{name}.yaml").read_text()
+        assert "origin: datasheet" in text and preset.typical in cards()
+        assert preset.settings["device_limit_bytes"] == preset.memory - GIB
+    assert sorted(presets()) == sorted(["8gb", "10gb", "12gb", "16gb", "24gb"])
+    assert preset_for(RTX_3060).name == "12gb" and preset_for(H200).name == "24gb"
+    assert preset_for(replace(RTX_3060, total=12 * GIB - 200 * MIB)).name == "12gb", "12 GB cards report less"
+    assert preset_for(replace(RTX_3060, total=4 * GIB)) is None
+
+
+# --- times ------------------------------------------
+
+WORK = Work(4, 256, 768, 4, 2, 64, 8192, "float32", "float32", 4, 4, 4)
+RATES = {
+    kind: ((1_000_000, 1e9), (10_000_000, 2e9))
+    for kind in ("layer/float32", "attend/float32", "row/float32", "head/float32", "attend_row/float32")
+} | {"score_row/float32": ((1_000_000, 1e9),), "turn/float32": ((1_000_000, 1e8),)}
+
+
+def prediction(rates=RATES, **more):
+    return predict(WORK, rates, **{"context": 16384, "pool": 4032, "window": 3776, "chunk": 1024, **more})
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 10**9), st.floats(1e6, 1e12)), min_size=1, max_size=5, unique_by=lambda p: p[0])
+)
+def test_time_is_positive_and_exact_at_what_was_measured(points):
+    bands = tuple(sorted(points))
+    for size, rate in bands:
+        assert seconds(bands, size) == pytest.approx(size / rate, rel=1e-3)
+    for amount in (1, 10**3, 10**6, 10**10):
+        assert seconds(bands, amount) > 0
+
+
+def test_more_context_takes_longer_and_a_prompt_within_the_pool_is_not_scored():
+    short, long = prediction(context=8192), prediction(context=32768)
+    assert long.prefill_seconds > 4 * short.prefill_seconds, "exact prefill grows with the square"
+    assert long.decode_rate < short.decode_rate and long.second_turn_seconds > short.second_turn_seconds
+    dense = {kind: bands for kind, bands in RATES.items() if not kind.startswith(("score_row", "turn"))}
+    assert prediction(dense, context=2048).decode_rate > long.decode_rate
+
+
+def test_cold_pages_come_no_faster_than_the_link():
+    slow = RATES | {"h2d_pinned": ((1 << 20, 1e5),)}
+    assert prediction(slow).prefill_seconds > prediction().prefill_seconds
+
+
+def test_a_rate_that_was_not_measured_is_missed_and_not_invented():
+    with pytest.raises(ConfigError, match="score_row"):
+        prediction({kind: bands for kind, bands in RATES.items() if kind != "score_row/float32"})
+    plan, config, found = plan_for("qwen3-4b", "12gb", None, 4.5, flags={}, environ={})
+    nothing = forecasts.forecast(plan, config, {}, "nothing measured")
+    assert nothing.prediction is None and nothing.origin == "nothing measured"
+    assert found.origin
+
+
+def test_a_card_that_nobody_measured_is_scaled_by_datasheets_and_says_so(monkeypatch):
+    rates = {kind.replace("float32", "bfloat16"): bands for kind, bands in RATES.items()}
+    measured = DeviceProfile(
+        "nvidia-h200-sm90", 132, "kvring calibrate, that day", {}, rates | {"h2d_pinned": ((1, 5e10),)}
+    )
+    monkeypatch.setattr(forecasts, "built_in", lambda: [measured])
+    card = find_card("3060-12gb")
+    scaled, origin = forecasts.rates_of_card(card)
+    assert "nobody ran" in origin and "that day" in origin and "nvidia-h200-sm90" in origin
+    assert scaled["layer/bfloat16"][0][1] == pytest.approx(1e9 * 25.5 / 989)
+    assert scaled["row/bfloat16"][0][1] == pytest.approx(1e9 * 360 / 4800)
+    assert scaled["h2d_pinned"][0][1] == pytest.approx(5e10 / 2, rel=0.01), "PCIe 4 x16 beside PCIe 5 x16"
+    plan, config, found = plan_for("qwen3-4b", "12gb", None, 4.5, flags={}, environ={})
+    assert plan.capacity and config and found.prediction and found.prediction.decode_rate > 0
+
+
+def test_without_a_measured_card_there_are_no_times(monkeypatch):
+    monkeypatch.setattr(forecasts, "built_in", list)
+    assert plan_for("qwen3-4b", "12gb", None, 4.5, flags={}, environ={})[2].prediction is None
+
+
+# --- the command ------------------------------------
+
+
+def test_plan_prints_its_arithmetic(capsys):
+    assert call(["plan", "qwen3-8b", "--card", "3060-12gb", "--weight-bits", "4.5", "--ram", "32GiB"]) == 0
+    out = capsys.readouterr().out
+    for words in (
+        "8.19 billion x 4.5 bits / 8 = 4.29 GiB",
+        "2 x 36 layers x 8 heads x 128 x 2 bytes = 144 KiB a token, 9 MiB a page",
+        "8192/64 + 1024/64 + 8 = 152 pages = 9,728 tokens",
+        "this build loads 16 bits",
+        "largest that fits",
+    ):
+        assert words in out, words
+
+
+def test_plan_speaks_json_and_refuses_with_the_knob(capsys):
+    assert call(["plan", "phantom", "--json", "--max-context", "8K", "--device", "cpu"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert body["fits"] and body["capacity"]["context"] == 8192 and body["place"]["dtype"] == "float32"
+    assert call(["plan", "phantom", "--json", "--device", "cpu", "--compute-capability", "7.5"]) == 0
+    assert body["engine"] != json.loads(capsys.readouterr().out)["engine"]
+    assert call(["plan", "phantom", "--compute-capability", "N/A"]) == 1
+    assert call(["plan", "qwen3-8b", "--card", "8gb"]) == 1
+    err = capsys.readouterr().err
+    assert "error: weights 15.26 GiB" in err and "fix: " in err
+    assert call(["plan", "qwen4-9b"]) == 1 and "qwen3-8b" in capsys.readouterr().err
+    assert call(["plan", "qwen3-8b", "--card", "3060-13gb"]) == 1 and "3060-12gb" in capsys.readouterr().err
+    assert call(["plan", "qwen3-8b", "--card", "12gb", "--measure"]) == 2
+    for bits in ("0", "nan", "33"):
+        assert call(["plan", "qwen3-8b", "--card", "12gb", "--weight-bits", bits]) == 1
+    assert "are no quantisation" in capsys.readouterr().err
+    if not torch.cuda.is_available():
+        assert call(["plan", "phantom", "--device", "cuda"]) == 1
+        assert "--card" in capsys.readouterr().err
+
+
+def test_the_table_is_markdown(capsys):
+    assert call(["plan", "--card", "12gb"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("| card | model |") and sum("3060-12gb" in line for line in lines) == 10
+
+
+def test_this_machines_card_is_planned_for_in_bfloat16():
+    place = here(linux_server(), EngineConfig(model=""))
+    assert place.dtype is torch.bfloat16 and place.device == int(141 * GIB * 0.9)
+    assert here(linux_server(), EngineConfig(model="", device="cpu", dtype="float16")).dtype is torch.float16
+    assert here(linux_server(), EngineConfig(model="", device="cpu")).device is None
