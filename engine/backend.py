@@ -41,7 +41,17 @@ class Candidate(Protocol):
 Factory = Callable[[Any], "Candidate | None"]
 """Takes the engine's torch runner (model, pool, host store, digests)."""
 
-FACTORIES: tuple[Factory, ...] = ()
+
+def triton(runner: Any) -> Candidate | None:
+    """Triton's kernels, where there is a card for them; ImportError where Triton isn't installed."""
+    if runner.pool.data.device.type != "cuda":
+        return None
+    from engine.triton_runner import triton_candidate
+
+    return triton_candidate(runner)
+
+
+FACTORIES: tuple[Factory, ...] = (triton,)
 """Faster backends, the best first."""
 
 
@@ -49,10 +59,15 @@ def choose_backend(runner: Any, device: torch.device, factories: Sequence[Factor
     """The first candidate that builds and agrees, else the torch runner itself. Each step is said."""
     failures: list[str] = []
     for factory in factories:
-        candidate = factory(runner)
+        began = time.perf_counter()
+        try:
+            candidate = factory(runner)
+        except ImportError as error:
+            failures.append(f"{factory.__name__} is not installed: {error}")
+            say(f"backend {failures[-1]}")
+            continue
         if candidate is None:
             continue
-        began = time.perf_counter()
         try:
             built = candidate.build()
             wrong = candidate.disagreement(built)

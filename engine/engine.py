@@ -95,7 +95,13 @@ class Engine:
         digests = Digests(shape, pages, device, transformer.rope)
         say(f"pool {format_bytes(pool.bytes)}, {self.capacity.pool_pages:,} pages")
         runner = Runner(
-            transformer, pool, self._host, digests, kind if self.capacity.ring else None, config.positions == "compact"
+            transformer,
+            pool,
+            self._host,
+            digests,
+            kind if self.capacity.ring else None,
+            config.positions == "compact",
+            self.capacity.logical_pages,
         )
         self.backend, self._runner = choose_backend(runner, device, backends, say)
         self._prefix = PrefixIndex()

@@ -39,11 +39,15 @@ class Runner:
         digests: Digests,
         digest_kind: str | None,
         compact: bool,
+        logical_pages: int,
     ) -> None:
+        """`logical_pages`: the most that one sequence may have."""
         self.model, self.pool, self.host, self.digests = model, pool, host, digests
         self.transfer = Transfer(pool, host)
         self.digest_kind = digest_kind  # made when a page closes; None = only when a scorer asks
         self.compact = compact
+        self.logical_pages = logical_pages
+        self.steps: Counter[str] = Counter()  # by who drove them
 
     @torch.inference_mode()
     def step(self, steps: Sequence[StepInput]) -> list[Tensor | None]:
@@ -56,10 +60,7 @@ class Runner:
         try:
             for step in steps:
                 frames.append(self._frame(step))
-                frames[-1].begin()
-            tokens = torch.tensor([token for step in steps for token in step.tokens], device=self.model.device)
-            hidden = self.model.forward(tokens, lambda layer, q, k, v: self._attend_each(frames, layer, q, k, v))
-            logits = self._logits(frames, hidden)
+            logits = self._compute(frames)
             for frame in frames:
                 self._close(frame)
         except BaseException:
@@ -69,6 +70,18 @@ class Runner:
         for frame in frames:
             frame.publish()
         return logits
+
+    def _compute(self, frames: list[Frame]) -> list[Tensor | None]:
+        """The forward pass of all frames together; their logits."""
+        for frame in frames:
+            frame.begin()
+        self.steps["host-driven"] += len(frames)
+        tokens = torch.tensor([token for frame in frames for token in frame.step.tokens], device=self.model.device)
+        hidden = self.model.forward(tokens, lambda layer, q, k, v: self._attend_each(frames, layer, q, k, v))
+        return self._logits(frames, hidden)
+
+    def collect(self) -> None:
+        """Bring the counters up to date with what the device has done; the host's own always are."""
 
     def _frame(self, step: StepInput) -> Frame:
         """Reserve the step's pages and lay out its geometry."""

@@ -34,21 +34,40 @@ class Sampler:
         self._counts: dict[int, int] = {}
 
     def draw(self, logits: Tensor) -> Sampled:
-        """logits [vocab] float32; EngineError if they are not finite."""
+        """logits [vocab] float32, on any device; EngineError if they are not finite."""
+        if logits.is_cuda and self._plain:
+            token, finite = torch.stack([logits.argmax(), torch.isfinite(logits).all().long()]).tolist()
+            return self._drawn(token, bool(finite))
         logits = logits.cpu()
-        if not bool(torch.isfinite(logits).all()):
-            raise EngineError("the model gave logits that are not numbers", "try --dtype float32; check the model file")
+        self._check(bool(torch.isfinite(logits).all()))
         adjusted = self._penalise(logits)
         if self.params.temperature == 0:
             token = int(adjusted.argmax())
         else:
             token = int(torch.multinomial(self._probabilities(adjusted), 1, generator=self._random))
-        self._counts[token] = self._counts.get(token, 0) + 1
         if self.params.logprobs is None:
-            return Sampled(token)
+            return self._drawn(token, True)
+        self._drawn(token, True)
         logprobs = torch.log_softmax(logits, -1)
         values, ids = logprobs.topk(min(self.params.logprobs, len(logprobs)))
         return Sampled(token, float(logprobs[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
+
+    @property
+    def _plain(self) -> bool:
+        """Greedy, and nothing of the logits is needed but the largest: they need not leave the device."""
+        params = self.params
+        penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty - 1)
+        return params.temperature == 0 and params.logprobs is None and not any(penalties)
+
+    def _drawn(self, token: int, finite: bool) -> Sampled:
+        self._check(finite)
+        self._counts[token] = self._counts.get(token, 0) + 1
+        return Sampled(token)
+
+    @staticmethod
+    def _check(finite: bool) -> None:
+        if not finite:
+            raise EngineError("the model gave logits that are not numbers", "try --dtype float32; check the model file")
 
     def _penalise(self, logits: Tensor) -> Tensor:
         params = self.params

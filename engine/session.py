@@ -124,6 +124,7 @@ class Session:
 
     def result(self) -> Result:
         now = time.perf_counter()
+        self._runner.collect()
         usage = Usage(
             prompt=len(self.prepared.tokens),
             cached=self.cached,

@@ -31,6 +31,7 @@ class EngineStats:
         self.over_pool_without_selection += result.recall.blind
 
     def snapshot(self, engine: Engine, runner: Runner, checkpoint_pages: int) -> dict[str, Any]:
+        runner.collect()
         pool, host, transfer = runner.pool, runner.host, runner.transfer.stats
         return {
             **self.__dict__,
@@ -47,6 +48,7 @@ class EngineStats:
             "digest_bytes": runner.digests.bytes,
             "weight_bytes": engine.model.transformer.weight_bytes,
             "checkpoint_pages": checkpoint_pages,
+            "steps_by": dict(runner.steps),
             "schedules_ran": {f"{key} {schedule}": count for (key, schedule), count in engine.routes.ran.items()},
             **transfer.__dict__,
         }

@@ -68,6 +68,11 @@ def resolve(name: str) -> Path:
         if not path.exists():
             raise ModelError(f"model '{name}' is not on this machine", f"kvring pull {name}")
         return path
+    if name.startswith("random:"):
+        from engine.model.random import shape_of
+
+        shape_of(name)
+        return Path(name)
     with contextlib.suppress(OSError, ValueError):  # a prompt, say: too long for a path
         path = Path(name).expanduser()
         if name and path.exists():

@@ -6,6 +6,8 @@ or with a copy to the host under way) is never a victim; nor is a page used in t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -25,13 +27,49 @@ class DevicePool:
         self.shape, self.slots = shape, slots
         self.routes = routes or Routes()
         self.data = torch.zeros(shape.layers, slots, *shape.layer_page, dtype=shape.dtype, device=device)
-        self.slot_of = np.full((shape.layers, pages), -1, dtype=np.int64)
-        self.page_in = np.full((shape.layers, slots), -1, dtype=np.int64)
-        self.last_used = np.zeros((shape.layers, slots), dtype=np.int64)
+        self._slot_of = np.full((shape.layers, pages), -1, dtype=np.int64)
+        self._page_in = np.full((shape.layers, slots), -1, dtype=np.int64)
+        self._last_used = np.zeros((shape.layers, slots), dtype=np.int64)
         self.pinned = np.zeros(pages, dtype=bool)
         self.tick = 0
+        self._lender: Callable[[], None] | None = None
         # numpy has no bfloat16; a copy needs only the width
         self._raw = self.data.view(_WIDTHS[shape.dtype.itemsize]).numpy() if device.type == "cpu" else None
+
+    def lend(self, give_back: Callable[[], None]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """slot_of, page_in and last_used go to who works on a copy of them, until somebody asks for them here.
+
+        `give_back` is called then, once, and must bring these arrays up to date.
+        """
+        self._lender = give_back
+        return self._slot_of, self._page_in, self._last_used
+
+    @property
+    def lent(self) -> bool:
+        return self._lender is not None
+
+    def _home(self) -> None:
+        if self._lender is not None:
+            give_back, self._lender = self._lender, None
+            give_back()
+
+    @property
+    def slot_of(self) -> np.ndarray:
+        """int64 [layer, page]: the slot, or -1."""
+        self._home()
+        return self._slot_of
+
+    @property
+    def page_in(self) -> np.ndarray:
+        """int64 [layer, slot]: the page, or -1."""
+        self._home()
+        return self._page_in
+
+    @property
+    def last_used(self) -> np.ndarray:
+        """int64 [layer, slot]: the tick of the last step that saw the page."""
+        self._home()
+        return self._last_used
 
     @property
     def bytes(self) -> int:

@@ -7,6 +7,7 @@ On CUDA the write-through runs on a side stream. Until it has been waited for, t
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -39,23 +40,30 @@ class Transfer:
     pool: DevicePool
     host: HostStore
     stats: TransferStats = field(default_factory=TransferStats)
+    store_kernel: Callable[[torch.Tensor, np.ndarray], None] | None = None
+    """Copies pages [n] from slots [layer, n] to pinned host memory, on the current stream."""
 
     def __post_init__(self) -> None:
         self._cuda = self.pool.data.is_cuda
         self._stream = torch.cuda.Stream(self.pool.data.device) if self._cuda else None
         self._in_flight: list[tuple[list[int], torch.cuda.Event]] = []
 
-    def write_through(self, pages: list[int]) -> None:
-        """Copy closed pages, resident in every layer, to the host. Complete on return except on CUDA (`settle`)."""
+    def write_through(self, pages: list[int], slots: torch.Tensor | None = None) -> None:
+        """Copy closed pages, resident in every layer, to the host. Complete on return except on CUDA (`settle`).
+
+        slots int64 [layer, n] on the device, where `store_kernel` copies: the tables need not come home for it.
+        """
         if not pages:
             return
         ids = np.asarray(pages)
         if self._cuda:
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
-                for layer in range(self.host.shape.layers):
-                    for page, slot in zip(pages, self.pool.slot_of[layer, ids].tolist(), strict=True):
-                        self.host.data[page, layer].copy_(self.pool.data[layer, slot], non_blocking=True)
+                if slots is not None and self.store_kernel is not None:
+                    self.store_kernel(slots, ids)
+                    slots.record_stream(self._stream)
+                else:
+                    self._copy_each(pages, ids)
                 event = torch.cuda.Event()
                 event.record()
             self._in_flight.append((pages, event))
@@ -64,6 +72,11 @@ class Transfer:
             for layer in range(self.host.shape.layers):
                 self.host.data[:, layer].index_copy_(0, index, self.pool.read(layer, ids))
             self._complete(pages)
+
+    def _copy_each(self, pages: list[int], ids: np.ndarray) -> None:
+        for layer in range(self.host.shape.layers):
+            for page, slot in zip(pages, self.pool.slot_of[layer, ids].tolist(), strict=True):
+                self.host.data[page, layer].copy_(self.pool.data[layer, slot], non_blocking=True)
 
     def settle(self, wait: bool = False) -> None:
         """Seal the copies that have finished; with `wait`, all of them."""

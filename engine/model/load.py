@@ -13,6 +13,7 @@ from engine.model.assemble import Layout, assemble
 from engine.model.config import ModelConfig
 from engine.model.gguf_config import from_gguf
 from engine.model.hf_config import from_hf
+from engine.model.random import PREFIX, random_model, random_path
 from engine.model.transformer import Transformer
 from engine.text.chat import ChatTemplate
 from engine.text.gguf_text import text_of_gguf
@@ -55,6 +56,8 @@ class OpenedModel:
 
 def load_model(path: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> LoadedModel:
     """Raises ModelError, naming the file or tensor, for anything missing, damaged or not supported."""
+    if str(path).startswith(PREFIX):
+        return _random(str(path), torch.device(device), dtype)
     path = Path(path)
     opened = open_model(path)
     weights = assemble(opened.config, opened.source, opened.layout, torch.device(device), dtype)
@@ -67,6 +70,11 @@ def load_model(path: str | Path, device: torch.device | str = "cpu", dtype: torc
         name=path.resolve().stem if path.is_file() else path.resolve().name,
         path=path,
     )
+
+
+def _random(name: str, device: torch.device, dtype: torch.dtype) -> LoadedModel:
+    transformer, tokenizer, config = random_model(name, device, dtype)
+    return LoadedModel(transformer, tokenizer, None, config, "random", name, random_path(name))
 
 
 def open_model(path: str | Path) -> OpenedModel:

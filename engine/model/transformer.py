@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.model.config import ModelConfig
 from engine.ops.linear import FourBit, linear
-from engine.ops.norm import rms_norm
+from engine.ops.norm import TORCH, Passes
 from engine.ops.rope import Rotary
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -76,31 +76,30 @@ class Transformer:
         tensors = {id(tensor): tensor for tensor in _tensors(self.weights)}
         return sum(tensor.nbytes for tensor in tensors.values())
 
-    def forward(self, tokens: Tensor, attend: Attend) -> Tensor:
+    def forward(self, tokens: Tensor, attend: Attend, passes: Passes = TORCH) -> Tensor:
         """tokens int64 [T] -> final-normed hidden states [T, hidden] of the model's dtype."""
         eps = self.config.norm_eps
-        hidden = F.embedding(tokens, self.weights.embed)  # [T, hidden]
+        hidden, delta = F.embedding(tokens, self.weights.embed), None  # [T, hidden]
         for index, layer in enumerate(self.weights.layers):
-            q, k, v = self._project(layer, rms_norm(hidden, layer.attention_norm, eps))
+            hidden, x = passes.add_rms_norm(hidden, delta, layer.attention_norm, eps)
+            q, k, v = self._project(layer, x, passes)
             attended = attend(index, q, k, v).reshape(tokens.shape[0], -1)  # [T, heads * head_dim]
-            hidden = hidden + linear(attended, layer.o, layer.o_bias, layer.o_four)
-            x = rms_norm(hidden, layer.mlp_norm, eps)
+            delta = linear(attended, layer.o, layer.o_bias, layer.o_four)
+            hidden, x = passes.add_rms_norm(hidden, delta, layer.mlp_norm, eps)
             gate_up = linear(x, layer.gate_up, layer.gate_up_bias, layer.gate_up_four)
-            gate, up = gate_up.chunk(2, -1)  # each [T, ffn]
-            hidden = hidden + linear(F.silu(gate) * up, layer.down, layer.down_bias, layer.down_four)
-        return rms_norm(hidden, self.weights.norm, eps)
+            delta = linear(passes.swiglu(gate_up), layer.down, layer.down_bias, layer.down_four)
+        return passes.add_rms_norm(hidden, delta, self.weights.norm, eps)[1]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, hidden] -> float32 [N, vocab]. Ask only for the rows that are needed: a row is vocab * 4 bytes."""
         return linear(hidden, self.weights.head).float()
 
-    def _project(self, layer: LayerWeights, x: Tensor) -> list[Tensor]:
+    def _project(self, layer: LayerWeights, x: Tensor, passes: Passes) -> list[Tensor]:
         """x [T, hidden] -> q [T, heads, head_dim], k and v [T, kv_heads, head_dim], after bias and QK norm."""
         qkv = linear(x, layer.qkv, layer.qkv_bias, layer.qkv_four)
         q, k, v = qkv.view(x.shape[0], -1, self.config.head_dim).split(self._parts, 1)
         if layer.q_norm is not None and layer.k_norm is not None:
-            q = rms_norm(q, layer.q_norm, self.config.norm_eps)
-            k = rms_norm(k, layer.k_norm, self.config.norm_eps)
+            q, k = passes.head_norm(q, k, layer.q_norm, layer.k_norm, self.config.norm_eps)
         return [q, k, v]
 
 

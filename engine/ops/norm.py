@@ -1,8 +1,12 @@
-"""RMS normalisation: the torch reference. A Triton kernel of the same signature will sit beside it."""
+"""What lies between the matrix products of a layer: the torch reference, as a set that a backend may replace."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -13,3 +17,32 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     a decode step of 60 norms feels.
     """
     return torch.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """hidden, delta [T, n] -> their sum, and its RMS norm."""
+    total = hidden if delta is None else hidden + delta
+    return total, rms_norm(total, weight, eps)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """[T, 2 * n] -> silu(first half) * second half, [T, n]."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def head_norm(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """RMS norm of each head of q [T, heads, dim] and k [T, kv_heads, dim]; may work in place."""
+    return rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
+
+
+@dataclass(frozen=True)
+class Passes:
+    """One way to do them; results agree to rounding."""
+
+    add_rms_norm: Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]] = add_rms_norm
+    swiglu: Callable[[Tensor], Tensor] = swiglu
+    head_norm: Callable[[Tensor, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = head_norm
+
+
+TORCH = Passes()

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.ops.norm import Passes
+
 
 @triton.jit
 def _add_norm(hidden, delta, weight, total, normed, width, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
@@ -63,34 +65,41 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 @triton.jit
 def _head_norm(
-    qkv, q_weight, k_weight, eps, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr
+    q, k, q_weight, k_weight, q_stride, k_stride, eps, HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr
 ):
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, WIDE)
     inside = at < DIM
-    where = qkv + (token * (HEADS + 2 * KV_HEADS) + head) * DIM + at
-    x = tl.load(where, mask=inside, other=0.0).to(tl.float32)
     if head < HEADS:
+        where = q + token * q_stride + head * DIM + at
         w = tl.load(q_weight + at, mask=inside, other=0.0).to(tl.float32)
     else:
+        where = k + token * k_stride + (head - HEADS) * DIM + at
         w = tl.load(k_weight + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(where, (x * tl.rsqrt(tl.sum(x * x, 0) / DIM + eps) * w).to(qkv.dtype.element_ty), mask=inside)
+    x = tl.load(where, mask=inside, other=0.0).to(tl.float32)
+    tl.store(where, (x * tl.rsqrt(tl.sum(x * x, 0) / DIM + eps) * w).to(q.dtype.element_ty), mask=inside)
 
 
-def head_norm(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, heads: int, kv_heads: int, eps: float) -> None:
-    """RMS norm of each query and key head of qkv [T, (heads + 2 kv_heads) * dim], in place."""
-    dim = q_weight.shape[0]
-    _head_norm[(qkv.shape[0], heads + kv_heads)](
-        qkv,
+def head_norm(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """RMS norm of each head of q [T, heads, dim] and k [T, kv_heads, dim], in place; heads of a token lie together."""
+    tokens, heads, dim = q.shape
+    _head_norm[(tokens, heads + k.shape[1])](
+        q,
+        k,
         q_weight,
         k_weight,
+        q.stride(0),
+        k.stride(0),
         eps,
         HEADS=heads,
-        KV_HEADS=kv_heads,
         DIM=dim,
         WIDE=triton.next_power_of_2(dim),
         num_warps=1,
     )
+    return q, k
+
+
+TRITON = Passes(add_rms_norm, swiglu, head_norm)
 
 
 @triton.jit
@@ -109,7 +118,7 @@ def _merge_into(out, lse, more, more_lse, rows, WIDE: tl.constexpr, DIM: tl.cons
 
 
 def merge_into(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
-    """Merge one more segment's attention into out float32 [..., dim] and lse float32 [...], in place; all contiguous."""
+    """Merge one more segment's attention into out float32 [..., dim], lse float32 [...], in place; all contiguous."""
     dim, rows = out.shape[-1], lse.numel()
     _merge_into[(triton.cdiv(rows, 16),)](
         out, lse, more, more_lse, rows, WIDE=triton.next_power_of_2(dim), DIM=dim, BLOCK=16, num_warps=4

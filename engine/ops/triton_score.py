@@ -94,7 +94,8 @@ def _page_lse(
         a, b = turn(low, high, cos, sin, tl.minimum(past - page, farthest) + reach, half, DIM)
         a, b = _byte(a), _byte(b)
         centre = 8 * (tl.sum(a.to(tl.int32), 1) + tl.sum(b.to(tl.int32), 1))
-        scores = tl.dot(_low(packed), tl.trans(a)) + tl.dot(_high(packed), tl.trans(b))
+        scores = tl.dot(_low(packed), tl.trans(a), out_dtype=tl.int32)
+        scores = tl.dot(_high(packed), tl.trans(b), scores, out_dtype=tl.int32)
         scores = (scores - centre[None, :]).to(tl.float32) * unit[:, None] * (size * scale)[None, :]
         best = tl.max(scores, 0)
         mass = best + tl.log(tl.sum(tl.exp(scores - best[None, :]), 0))
@@ -131,7 +132,7 @@ class PageScores:
         """q [T, heads, dim] turned; codes and scales of one layer."""
         tokens, _, dim = q.shape
         self.rows = tokens * (self.heads // self.kv_heads)
-        block = min(32, triton.next_power_of_2(max(8, self.rows)))
+        block = min(128, triton.next_power_of_2(max(8, self.rows)))
         blocks = triton.cdiv(self.rows, block)
         self.splits = self._splits(blocks)
         _page_lse[(self.splits, self.kv_heads, blocks)](
@@ -157,5 +158,5 @@ class PageScores:
             HALF=max(32, triton.next_power_of_2(dim // 2)),
             PADDED=self.lse.shape[1],
             ROWS=block,
-            num_warps=WARPS if block == 8 else 4,
+            num_warps=WARPS if block == 8 else 8,
         )

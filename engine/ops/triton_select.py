@@ -55,14 +55,14 @@ def _key(
     page = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if tl.program_id(0) * BLOCK < past:
         row, split = tl.arange(0, ROWS), tl.arange(0, SPLITS)
-        at = (head * PADDED + row)[:, None] * splits + split[None, :]
+        part = (head * PADDED + row)[:, None] * splits + split[None, :]
         inside = (row < rows)[:, None] & (split < splits)[None, :]
-        tops = tl.load(top_part + at, mask=inside, other=float("-inf"))
+        tops = tl.load(top_part + part, mask=inside, other=float("-inf"))
         top = tl.where(row < rows, tl.max(tops, 1), 0.0)
-        total = tl.sum(tl.load(sum_part + at, mask=inside, other=0.0) * tl.exp(tops - top[:, None]), 1)
+        total = tl.sum(tl.load(sum_part + part, mask=inside, other=0.0) * tl.exp(tops - top[:, None]), 1)
         total = top + tl.log(tl.where(row < rows, total, 1.0))
-        lse += (head * PADDED + row).to(tl.int64)[:, None] * pages + page[None, :]
-        x = tl.load(lse, mask=(row < rows)[:, None] & (page < past)[None, :], other=float("-inf"))
+        at = (head * PADDED + row).to(tl.int64)[:, None] * pages + page[None, :]
+        x = tl.load(lse + at, mask=(row < rows)[:, None] & (page < past)[None, :], other=float("-inf"))
         share = tl.exp(tl.max(x - total[:, None], 0))
         held = tl.load(why + page, mask=page < past, other=0) != UNSELECTED
         share = tl.where(held, share * hysteresis, share)
@@ -86,13 +86,13 @@ def _rank(
     past, depth = tl.load(geometry + PAST), tl.load(geometry + DEPTH)
     begin = tl.program_id(0) * OWN_
     if begin < past:
-        keys += head * pages
+        mine_of = keys + head * pages
         own = begin + tl.arange(0, OWN_)
-        mine = tl.load(keys + own, mask=own < past, other=-1)
+        mine = tl.load(mine_of + own, mask=own < past, other=-1)
         ahead = tl.zeros([OWN_, OTHERS], tl.int32)
         for start in range(0, past, OTHERS):
             page = start + tl.arange(0, OTHERS)
-            other = tl.load(keys + page, mask=page < past, other=-1)
+            other = tl.load(mine_of + page, mask=page < past, other=-1)
             ahead += (other[None, :] > mine[:, None]).to(tl.int32)
         before = tl.sum(ahead, 1)
         tl.atomic_min(order + own, before * (2 * KV_HEADS) + head, mask=(mine >= 0) & (before < depth))

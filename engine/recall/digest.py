@@ -97,6 +97,16 @@ class Digests:
                 store[layer].index_copy_(0, index, part)
         self._made[kind][missing] = True
 
+    def store(self, kind: str) -> tuple[Tensor, ...]:
+        """The whole store of one kind, [layer, page, ...] each, for a kernel that reads or fills it."""
+        if kind not in self._store:
+            self._allocate(kind)
+        return self._store[kind]
+
+    def made(self, kind: str, pages: np.ndarray) -> None:
+        """A kernel has filled in what `ensure` would have made of `pages`."""
+        self._made[kind][pages] = True
+
     def _make(self, kind: str, keys: Tensor) -> tuple[Tensor, ...]:
         """keys [n, kv_head, 64, head_dim], rotated by offset."""
         if kind == "token":

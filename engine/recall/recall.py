@@ -65,6 +65,7 @@ class Recall:
     selections: int = 0  # layers x steps in which pages were chosen
     pages_selected: int = 0
     lexical_matches: int = 0  # pages that share a token run with the question
+    kept: Tensor | None = None  # a backend's own record of the last selection: bool-like [layer, page], on its device
     _lexical: np.ndarray | None = None
     _held: dict[int, np.ndarray] = field(default_factory=dict)
     _mass: dict[int, list[Tensor]] = field(default_factory=dict)
@@ -76,7 +77,19 @@ class Recall:
     @property
     def held(self) -> list[int]:
         """Logical pages that the last step selected in any layer."""
+        if self.kept is not None:
+            return self.kept.any(0).nonzero().flatten().tolist()
         return sorted({int(page) for pages in self._held.values() for page in pages})
+
+    def hold(self, why: np.ndarray) -> None:
+        """Take over such a record, on the host: hysteresis goes on from it."""
+        self.kept = None
+        self._held = {layer: np.flatnonzero(row) for layer, row in enumerate(why)}
+
+    @property
+    def selected(self) -> dict[int, np.ndarray]:
+        """Logical pages that the last step selected, by layer."""
+        return self._held
 
     def ask(self, tokens: np.ndarray, query: np.ndarray) -> None:
         """A question: `query` are its token ids, `tokens` all that stands before the step that reads it (int [n])."""
@@ -114,9 +127,7 @@ class Recall:
         plain, turned: the query [T, heads, head_dim] un-rotated and rotated to its offset from the chunk's first page;
         pages: ids of the past pages; farthest: the largest page distance to score with (compact positions), or None.
         """
-        eligible = span.eligible()
-        for start, end in self.settings.excluded:
-            eligible[start // PAGE : (end - 1) // PAGE + 1] = False
+        eligible = self.eligible(span)
         if self.settings.control:
             chosen = control(self.settings.control, eligible, budget, self._rng)
         else:
@@ -126,6 +137,13 @@ class Recall:
         self.pages_selected += len(chosen.pages)
         return chosen
 
+    def eligible(self, span: Span) -> np.ndarray:
+        """bool [past]: the pages that may be selected."""
+        mask = span.eligible()
+        for start, end in self.settings.excluded:
+            mask[start // PAGE : (end - 1) // PAGE + 1] = False
+        return mask
+
     def _choose(self, layer, plain, turned, pages, eligible, budget, farthest) -> Selection:
         scorer = self.settings.scorer
         scores = None
@@ -133,10 +151,7 @@ class Recall:
             scores = self._padded(self._fixed.get(layer), len(pages))
         elif scorer in KIND_OF:
             scores = self._score_keys(layer, plain, turned, pages, farthest)
-        lexical, quota = None, 0
-        if self._lexical is not None:
-            lexical = self._padded(self._lexical[None], len(pages))[0]
-            quota = budget if scorer == "lexical" else budget // LEXICAL_SHARE
+        lexical, quota = self.lexical(len(pages), budget)
         if scores is None and lexical is None:
             return EMPTY
         held = self._held.get(layer)
@@ -149,6 +164,13 @@ class Recall:
             lexical_quota=quota,
             held=held[held < len(pages)] if held is not None else None,
         )
+
+    def lexical(self, pages: int, budget: int) -> tuple[np.ndarray | None, int]:
+        """What lexical recall says of `pages` past pages (float [pages], None: nothing), and its part of the budget."""
+        if self._lexical is None:
+            return None, 0
+        quota = budget if self.settings.scorer == "lexical" else budget // LEXICAL_SHARE
+        return self._padded(self._lexical[None], pages)[0], quota
 
     def _score_keys(self, layer, plain, turned, pages, farthest) -> np.ndarray:
         kind = KIND_OF[self.settings.scorer]

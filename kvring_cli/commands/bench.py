@@ -1,4 +1,5 @@
 """`kvring bench`: measure on this machine. `scorers`: hits by scorer, task and budget; `speed`: rates;
+`rates`: the same over context lengths, beside this machine's floors;
 `sharing`: what clients that begin alike hold; `load`: a crowd of clients against a real server."""
 
 from __future__ import annotations
@@ -8,10 +9,12 @@ from typing import Annotated
 import typer
 
 from kvring_cli import console
+from kvring_cli.commands.bench_rates import rates
 from kvring_cli.commands.gate import GateProgress
 from kvring_cli.options import Flags, Verbose, engine_options
 
 bench = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
+bench.command()(rates)
 ModelOption = Annotated[str, typer.Option("--model", "-m", help="The model that is measured.")]
 
 

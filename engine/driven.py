@@ -1,0 +1,481 @@
+"""Steps that the device drives: score, select, fetch and attend as kernels over tables that live on the device.
+
+The host says once per page what a step's geometry is and launches; it reads nothing back. A step of one token is one
+CUDA graph. The host's own tables go to the device for as long as it drives (`DevicePool.lend`), and come home when
+anybody asks for them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from copy import copy
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.config import PAGE
+from engine.errors import EngineError
+from engine.kv.host import HostStore
+from engine.kv.pool import DevicePool
+from engine.kv.transfer import Transfer, TransferStats
+from engine.model.transformer import Transformer
+from engine.ops import geometry as g
+from engine.ops import triton_pages, triton_select
+from engine.ops.geometry import Turns
+from engine.ops.triton_attention import PagedAttention
+from engine.ops.triton_layers import TRITON
+from engine.ops.triton_score import PageScores
+from engine.recall.digest import Digests
+from engine.recall.recall import QUERY_ROWS, Recall
+from engine.recall.select import EMPTY, HYSTERESIS, REASONS, Selection, choose
+from engine.recall.window import span
+from engine.scheduler import QUESTION_CHUNK
+from engine.step import Frame
+from engine.step_graph import StepGraph
+
+SCORERS = ("fused", "token", "lexical")
+GATHER_UNITS = 16
+"""Programs that keep PCIe busy; more are no faster (H200)."""
+UNITS_PER_MULTIPROCESSOR = 4
+SCORE_UNITS_PER_MULTIPROCESSOR = 32
+GRAPHS = 8
+"""Kinds of steps whose graphs are kept."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What makes one step's launches differ from another's."""
+
+    tokens: int
+    rows: str  # logits: none | last | all
+    everything: bool  # all past pages are seen, cold ones in place
+    cold: bool
+    scored: bool
+    neighbors: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a step sees, the same for every layer; changes when a page closes, not with every token."""
+
+    past: int
+    window: int  # past pages seen
+    left: int  # of them, those that scores choose
+    depth: int
+    taken: Selection
+    fixed: np.ndarray  # int64: past pages seen whatever the scores say
+    role: np.ndarray | None  # uint8 [past]
+
+
+class DrivenSteps:
+    """The device's side of one ring. Buffers for steps of at most `QUESTION_CHUNK` tokens."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        pool: DevicePool,
+        host: HostStore,
+        digests: Digests,
+        transfer: Transfer,
+        *,
+        compact: bool,
+        pages: int,
+        multiprocessors: int,
+        graphs: bool,
+    ) -> None:
+        """pages: the most that one sequence may have; multiprocessors: of the device; graphs: whether to capture."""
+        self.model, self.pool, self.host, self.digests, self.transfer = model, pool, host, digests, transfer
+        self.compact, self.graphs = compact, graphs
+        self.steps: Counter[str] = Counter()
+        self.graph_failure = ""
+        device, shape = pool.data.device, pool.shape
+        heads, layers, slots = model.config.heads, shape.layers, pool.slots
+        own = QUESTION_CHUNK // PAGE + 1
+        self._pages = pages
+        units = UNITS_PER_MULTIPROCESSOR * multiprocessors
+        self._attention = PagedAttention(heads, shape.kv_heads, shape.head_dim, QUESTION_CHUNK, device, units)
+        self._scores = PageScores(
+            QUERY_ROWS,
+            heads,
+            shape.kv_heads,
+            self._pages,
+            device,
+            SCORE_UNITS_PER_MULTIPROCESSOR * multiprocessors,
+        )
+        self._turns = Turns.of(model.rope, pages + own)
+        self._offsets = model.rope.cos_sin(torch.arange(own * PAGE, device=device))
+        self._turned = torch.empty(QUESTION_CHUNK, heads, shape.head_dim, device=device)
+
+        def ints(*size: int) -> Tensor:
+            return torch.zeros(*size, dtype=torch.int32, device=device)
+
+        self._tables = triton_select.Tables(
+            ints(layers, host.pages),
+            ints(layers, slots),
+            ints(layers, slots),
+            torch.zeros(host.pages, dtype=torch.uint8, device=device),
+        )
+        self._misses = triton_select.Misses.empty(layers, slots, device)
+        self._windows = ints(layers, slots)
+        self._ids = ints(pages + own)
+        self._role = torch.zeros(self._pages, dtype=torch.uint8, device=device)
+        self._why = torch.zeros(layers, self._pages, dtype=torch.uint8, device=device)
+        self._counters = torch.zeros(g.COUNTERS, dtype=torch.int64, device=device)
+        self._geometry = ints(g.GEOMETRY)
+        self._token = torch.zeros(1, dtype=torch.int64, device=device)
+        pin = device.type == "cuda"
+        self._geometry_in = torch.zeros(g.GEOMETRY, dtype=torch.int32, pin_memory=pin)
+        self._token_in = torch.zeros(1, dtype=torch.int64, pin_memory=pin)
+        self._counters_out = torch.zeros(g.COUNTERS, dtype=torch.int64, pin_memory=pin)
+        self._counted = np.zeros(g.COUNTERS, dtype=np.int64)
+        self._done: torch.cuda.Event | None = None
+        self._last: Frame | None = None
+        self._recall: Recall | None = None
+        self._laid: tuple | None = None
+        self._layout: Layout | None = None
+        self._graphs: dict[Kind, StepGraph | None] = {}
+        self._building: StepGraph | None = None
+
+    @property
+    def in_place(self) -> bool:
+        """Whether kernels may read every page of the host store where it lies."""
+        return not self._counters.is_cuda or self.host.pinned_bytes == self.host.bytes
+
+    def serves(self, frame: Frame) -> bool:
+        """Whether this step can be driven by the device; the others are the host's."""
+        step = frame.step
+        if step.observe or len(step.tokens) > QUESTION_CHUNK:
+            return False
+        if frame.identity:
+            return len(step.tokens) == 1
+        if self.host.verifies:
+            return False
+        if step.mode == "exact":
+            return len(step.tokens) == 1 and self.in_place
+        settings = step.recall.settings
+        if step.mode == "window":
+            return len(step.tokens) == 1
+        most = triton_select.most_ranks(self.pool.shape.kv_heads, self._pages)
+        return settings.scorer in SCORERS and settings.control is None and settings.budget <= most
+
+    def step(self, frame: Frame) -> Tensor | None:
+        """Compute the frame's tokens; float32 logits of the rows that were asked for. Nothing is waited for."""
+        step, before = frame.step, copy(self.transfer.stats)
+        layout = self._lay_out(frame)
+        everything = frame.identity or step.mode == "exact"
+        scored = not everything and layout.left > 0
+        kind = Kind(
+            len(step.tokens),
+            step.logits,
+            everything,
+            everything and not frame.identity,
+            scored,
+            step.recall.settings.neighbors if scored else 0,
+        )
+        self._check_room(frame, layout, everything)
+        self._take_tables()
+        self._set_state(frame, layout)
+        if frame.fresh:
+            self._open(frame)
+        logits = self._run(kind)
+        self._last = frame
+        step.trace.moved.add(self.transfer.stats, before)  # by the host; what the device moved is collected later
+        step.trace.hidden_pages = frame.past - layout.window
+        step.trace.over_pool |= not frame.identity
+        if not everything and step.mode == "recall":
+            step.recall.selections += self.pool.shape.layers
+            step.recall.pages_selected += self.pool.shape.layers * (layout.left + len(layout.taken.pages))
+        if step.explain:
+            self._explain(frame, layout, everything)
+        return logits
+
+    def slots_of(self, pages: np.ndarray) -> Tensor:
+        """int64 [layer, n] on the device, wherever the tables are now."""
+        if self.pool.lent:
+            return self._tables.slot_of.index_select(1, self._upload(pages)).long()
+        return self._upload(self.pool.slot_of[:, pages])
+
+    def void(self) -> None:
+        """A step failed: what it claimed slots for may not have arrived. Those pages leave the pool."""
+        pool = self.pool
+        claimed = (pool.last_used == pool.tick) & (pool.page_in >= 0) & ~pool.pinned[pool.page_in]
+        for layer in range(pool.shape.layers):
+            slots = np.flatnonzero(claimed[layer])
+            pool.slot_of[layer, pool.page_in[layer, slots]] = -1
+            pool.page_in[layer, slots] = -1
+
+    def collect(self) -> None:
+        """Add what the last step moved to the totals and to its request's own."""
+        if self._last is None:
+            return
+        frame, self._last = self._last, None
+        if self._done is not None:
+            self._done.synchronize()
+        now = self._counters_out.numpy()
+        fetched, streamed = (now - self._counted).tolist()
+        self._counted = now.copy()
+        size = (fetched + streamed) * self.pool.shape.layer_page_bytes
+        moved = TransferStats(layer_pages_fetched=fetched, layer_pages_streamed=streamed, bytes_fetched=size)
+        for stats in (self.transfer.stats, frame.step.trace.moved):
+            stats.add(moved, TransferStats())
+
+    # --- what the host says once per page -------------------------------------------------------------------------
+
+    def _lay_out(self, frame: Frame) -> Layout:
+        step, recall = frame.step, frame.step.recall
+        laid = (
+            id(recall),
+            frame.past,
+            frame.own.tobytes(),
+            frame.identity,
+            step.mode,
+            step.budget,
+            recall.lexical_matches,
+        )
+        if laid == self._laid and self.pool.lent:
+            return self._layout
+        frame.begin()
+        past, own, budget = frame.past, len(frame.own), step.budget
+        if frame.identity or step.mode == "exact":
+            layout = Layout(past, past, 0, 0, EMPTY, np.empty(0, dtype=np.int64), None)
+            if frame.identity:
+                self._bring_all(frame.ids[:past])
+        else:
+            room = budget.pool - budget.free - budget.always - own - 1
+            most = 0 if step.mode == "window" else min(recall.settings.budget, room)
+            always = span(past, own, budget, most)
+            eligible = recall.eligible(always)
+            lexical, quota = recall.lexical(past, most) if most else (None, 0)
+            neighbors = recall.settings.neighbors
+            taken = choose(None, eligible, most, neighbors=neighbors, lexical=lexical, lexical_quota=quota)
+            depth = min(most, int(eligible.sum()))
+            left = depth - len(taken.pages) if recall.settings.scorer != "lexical" else 0
+            role = np.where(eligible, g.CANDIDATE, g.HIDDEN).astype(np.uint8)
+            role[always.window(EMPTY.pages)] = g.ALWAYS
+            role[taken.pages] = g.TAKEN
+            fixed = np.flatnonzero(role >= g.TAKEN)
+            layout = Layout(past, len(fixed) + left, left, depth, taken, fixed, role)
+        self._take_tables()
+        self._enter(recall)
+        self._ids[: len(frame.ids)].copy_(self._upload(frame.ids.astype(np.int32)))
+        if layout.role is not None:
+            self._role[:past].copy_(self._upload(layout.role))
+            self._windows[:, : len(layout.fixed)] = self._upload(layout.fixed.astype(np.int32))
+        self._laid, self._layout = laid, layout
+        return layout
+
+    def _bring_all(self, pages: np.ndarray) -> None:
+        for layer in range(self.pool.shape.layers):
+            self.transfer.fetch(layer, self.pool.touch(layer, pages))
+
+    def _enter(self, recall: Recall) -> None:
+        """Go on from what this request selected before, and keep what the other did."""
+        if recall is self._recall:
+            return
+        if self._recall is not None:
+            self._recall.kept = self._why.clone()
+        if recall.kept is not None:
+            self._why.copy_(recall.kept)
+        else:
+            why = np.zeros(self._why.shape, dtype=np.uint8)
+            for layer, pages in recall.selected.items():
+                why[layer, pages] = g.KEY
+            self._why.copy_(self._upload(why))
+        self._recall, recall.kept = recall, None
+
+    def _check_room(self, frame: Frame, layout: Layout, everything: bool) -> None:
+        """The window, the own pages and what may not move must fit; where copies to the host are in the way, wait."""
+        seen = 0 if everything and not frame.identity else layout.window
+        need = seen + len(frame.own)
+        for wait in (True, False):
+            others = int(self.pool.pinned.sum()) - len(frame.own)
+            if need + others <= self.pool.slots or frame.identity:
+                return
+            if wait:
+                self.transfer.settle(wait=True)
+        raise EngineError(
+            f"{need} pages of this step and {others} that may not move exceed the pool's {self.pool.slots} slots",
+            "raise --kv-capacity",
+        )
+
+    # --- tables and state -----------------------------------------------------------------------------------------
+
+    def _take_tables(self) -> None:
+        if not self.pool.lent:
+            for mine, theirs in zip(
+                (self._tables.slot_of, self._tables.page_in, self._tables.last_used),
+                self.pool.lend(self._give_back),
+                strict=True,
+            ):
+                mine.copy_(self._upload(theirs.astype(np.int32)))
+            self._pinned = None
+        if self._pinned is None or not np.array_equal(self._pinned, self.pool.pinned):
+            self._pinned = self.pool.pinned.copy()
+            self._tables.pinned.copy_(self._upload(self._pinned.astype(np.uint8)))
+
+    def _give_back(self) -> None:
+        """The pool's host tables as the device left them; the same for what the request in hand holds selected."""
+        pool = self.pool
+        pool.page_in[:] = self._tables.page_in.cpu().numpy()
+        pool.last_used[:] = self._tables.last_used.cpu().numpy()
+        pool.slot_of[:] = -1
+        layers, slots = np.nonzero(pool.page_in >= 0)
+        pool.slot_of[layers, pool.page_in[layers, slots]] = slots
+        if self._recall is not None:
+            self._recall.hold(self._why.cpu().numpy())
+        self._recall = self._laid = None
+
+    def _set_state(self, frame: Frame, layout: Layout) -> None:
+        """What differs from token to token. The graph copies it to the device itself."""
+        if self._done is not None:
+            self._done.synchronize()  # the step before has read its own
+        self.pool.begin_step()
+        state = self._geometry_in.numpy()
+        state[g.PAST], state[g.FIRST], state[g.OWN] = frame.past, frame.first_row, len(frame.own)
+        state[g.WINDOW], state[g.LEFT], state[g.DEPTH] = layout.window, layout.left, layout.depth
+        farthest = frame.step.budget.pool - len(frame.own) if self.compact else self._pages
+        state[g.FARTHEST], state[g.TICK] = farthest, self.pool.tick
+        if len(frame.step.tokens) == 1:
+            self._token_in[0] = frame.step.tokens[0]
+        else:
+            self._tokens = self._upload(np.asarray(frame.step.tokens, dtype=np.int64))
+
+    def _open(self, frame: Frame) -> None:
+        self._geometry.copy_(self._geometry_in, non_blocking=True)
+        fresh = self._upload(np.asarray(frame.fresh, dtype=np.int32))
+        triton_select.open_pages(fresh, self.pool.data, self._tables, self._misses.places, self._geometry)
+
+    def _upload(self, array: np.ndarray) -> Tensor:
+        """To the device without waiting for what it is doing."""
+        if not self._counters.is_cuda:
+            return torch.from_numpy(np.ascontiguousarray(array))
+        staged = torch.empty(array.shape, dtype=getattr(torch, str(array.dtype)), pin_memory=True)
+        staged.numpy()[...] = array
+        return staged.to(self._counters.device, non_blocking=True)
+
+    # --- the launches ---------------------------------------------------------------------------------------------
+
+    def _run(self, kind: Kind) -> Tensor | None:
+        graph = self._graph(kind) if self.graphs and kind.tokens == 1 else None
+        if graph is None:
+            self.steps["device-driven, eager"] += 1
+            logits = self._launch(kind)
+        else:
+            self.steps["device-driven, graph"] += 1
+            logits = graph.replay()
+        if self._counters.is_cuda:
+            self._done = self._done or torch.cuda.Event()
+            self._done.record()
+        return logits
+
+    def _graph(self, kind: Kind) -> StepGraph | None:
+        """The kind's graph, from its second step on: the first compiles the kernels.
+
+        A capture that fails is tried again once; then steps stay eager, and `graph_failure` says so.
+        """
+        if kind not in self._graphs:
+            while len(self._graphs) >= GRAPHS:
+                self._graphs.pop(next(iter(self._graphs)))
+            self._graphs[kind] = None
+            return None
+        if self._graphs[kind] is None and not self.graph_failure:
+            for _ in range(2):
+                graph = self._building = StepGraph()
+                try:
+                    graph.capture(lambda: self._launch(kind))
+                    self._graphs[kind] = graph
+                    break
+                except RuntimeError as error:
+                    failure = f"CUDA graph capture failed: {' '.join(str(error).split())[:160]}"
+                finally:
+                    self._building = None
+            else:
+                self.graph_failure = failure
+        return self._graphs[kind]
+
+    def _launch(self, kind: Kind) -> Tensor | None:
+        self._geometry.copy_(self._geometry_in, non_blocking=True)
+        if kind.tokens == 1:
+            self._token.copy_(self._token_in, non_blocking=True)
+        tokens = self._token if kind.tokens == 1 else self._tokens
+        hidden = self.model.forward(tokens, lambda layer, q, k, v: self._attend(kind, layer, q, k, v), TRITON)
+        self._counters_out.copy_(self._counters, non_blocking=True)
+        if kind.rows == "none":
+            return None
+        return self.model.logits(hidden[-1:] if kind.rows == "last" else hidden)
+
+    def _attend(self, kind: Kind, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        pool, turned, rope = self.pool.data[layer], self._turned[: kind.tokens], self.model.rope
+        tables, host = self._tables.layer(layer), self.host.data[:, layer]
+        triton_pages.append(q, k, v, turned, pool, tables.slot_of, self._ids, self._geometry, self._offsets)
+        window = None if kind.everything else self._windows[layer]
+        if not kind.everything:
+            why = self._why[layer]
+            if kind.scored:
+                codes, scales = (store[layer] for store in self.digests.store("token"))
+                self._scores(
+                    turned[-QUERY_ROWS:], codes, scales, self._ids, self._geometry, self._turns, rope.score_scale
+                )
+                triton_select.rank(self._scores, why, self._role, self._geometry, HYSTERESIS)
+                triton_select.pick(self._scores, self._role, why, window, self._geometry, kind.neighbors)
+            misses = self._misses.layer(layer)
+            triton_select.bring(window, self._ids, tables, misses, self._geometry, self._counters, self.compact)
+            if self.in_place:
+                triton_pages.gather(host, pool, misses.pages, misses.places, misses.count, GATHER_UNITS)
+            else:
+                self._by_host(layer)
+        return self._attention(
+            turned,
+            pool,
+            host if kind.cold else None,
+            tables.slot_of,
+            self._ids,
+            window,
+            self._geometry,
+            self._turns,
+            self._counters,
+            rope.score_scale,
+            self.compact,
+            q.dtype,
+        )
+
+    def _by_host(self, layer: int) -> None:
+        """The host brings this layer's misses: now, or at every replay of the graph that is being captured."""
+
+        def bring() -> None:
+            misses = self._misses.layer(layer)
+            count = int(misses.count)
+            if count:
+                began = time.perf_counter()
+                pages = misses.pages[:count].cpu().numpy().astype(np.int64)
+                places = misses.places[:count].long()
+                self.pool.data[layer].index_copy_(0, places, self.transfer.load(layer, pages))
+                self.transfer.stats.fetch_seconds += time.perf_counter() - began
+
+        if self._building is not None:
+            self._building.cut(bring)
+        else:
+            bring()
+
+    # --- explaining -----------------------------------------------------------------------------------------------
+
+    def _explain(self, frame: Frame, layout: Layout, everything: bool) -> None:
+        """Read back what was seen, and why: a slow step, for those who asked for it."""
+        trace = frame.step.trace
+        if everything:
+            trace.seen.update(range(frame.past))
+            return
+        trace.seen.update(layout.fixed.tolist())
+        because = dict(zip(layout.taken.pages.tolist(), layout.taken.reasons.tolist(), strict=True))
+        logical = {int(page): index for index, page in enumerate(frame.ids)}
+        why = self._why[:, : frame.past].cpu().numpy()
+        missed, counts = self._misses.pages.cpu().numpy(), self._misses.count[:, 0].tolist()
+        for layer in range(len(why)):
+            for page in np.flatnonzero(why[layer]).tolist():
+                reason = because.get(page, int(why[layer, page]) - 1)
+                trace.reasons.setdefault(page, Counter())[REASONS[reason]] += 1
+                trace.seen.add(page)
+            trace.fetched.update(logical[int(page)] for page in missed[layer, : counts[layer]])

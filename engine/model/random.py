@@ -1,0 +1,123 @@
+"""Models of well-known shapes with random weights: `random:qwen3-8b`. For measuring speed; they say nothing of sense.
+
+One token a byte of text, so that a document's length in tokens is known beforehand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import tokenizers
+import torch
+from tokenizers import decoders, models, pre_tokenizers
+from torch import Tensor
+
+from engine.errors import ModelError
+from engine.model.config import ModelConfig
+from engine.model.transformer import LayerWeights, Transformer, Weights
+from engine.ops.rope import RopeConfig
+from engine.text.tokenizer import Tokenizer
+
+PREFIX = "random:"
+_SPREAD = 0.02
+"""Standard deviation of a weight, as models are initialised."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes that a published config has."""
+
+    family: str
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    theta: float
+    tied: bool = False
+    bias: bool = False
+
+
+SHAPES = {
+    "qwen3-0.6b": Shape("qwen3", 28, 1024, 3072, 16, 8, 128, 151936, 1e6, tied=True),
+    "qwen3-4b": Shape("qwen3", 36, 2560, 9728, 32, 8, 128, 151936, 1e6, tied=True),
+    "qwen3-8b": Shape("qwen3", 36, 4096, 12288, 32, 8, 128, 151936, 1e6),
+    "qwen3-14b": Shape("qwen3", 40, 5120, 17408, 40, 8, 128, 151936, 1e6),
+    "llama-3.1-8b": Shape("llama", 32, 4096, 14336, 32, 8, 128, 128256, 5e5),
+    "qwen2.5-7b": Shape("qwen2", 28, 3584, 18944, 28, 4, 128, 152064, 1e6, bias=True),
+    "qwen2.5-1.5b": Shape("qwen2", 28, 1536, 8960, 12, 2, 128, 151936, 1e6, tied=True, bias=True),
+    "tiny": Shape("qwen3", 2, 64, 128, 4, 2, 64, 320, 1e4, tied=True),
+}
+CONTEXT = 1 << 20
+
+
+def shape_of(name: str) -> Shape:
+    """The shape that `random:NAME` asks for; ModelError with the known ones."""
+    shape = SHAPES.get(name.removeprefix(PREFIX).lower())
+    if shape is None:
+        raise ModelError(f"no shape is named '{name}'", "one of " + ", ".join(PREFIX + known for known in SHAPES))
+    return shape
+
+
+def random_model(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Transformer, Tokenizer, ModelConfig]:
+    """The same weights for the same name, device and dtype."""
+    shape = shape_of(name)
+    config = ModelConfig(
+        family=shape.family,
+        layers=shape.layers,
+        hidden=shape.hidden,
+        ffn=shape.ffn,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        vocab=shape.vocab,
+        norm_eps=1e-6,
+        rope=RopeConfig(theta=shape.theta),
+        trained_context=CONTEXT,
+        tied=shape.tied,
+        attention_bias=shape.bias,
+        qk_norm=shape.family == "qwen3",
+    )
+    random = torch.Generator(device).manual_seed(0)
+
+    def matrix(*size: int) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device).normal_(0, _SPREAD, generator=random)
+
+    def ones(size: int) -> Tensor:
+        return torch.ones(size, dtype=dtype, device=device)
+
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    layers = tuple(
+        LayerWeights(
+            attention_norm=ones(shape.hidden),
+            qkv=matrix(q + 2 * kv, shape.hidden),
+            o=matrix(shape.hidden, q),
+            mlp_norm=ones(shape.hidden),
+            gate_up=matrix(2 * shape.ffn, shape.hidden),
+            down=matrix(shape.hidden, shape.ffn),
+            qkv_bias=matrix(q + 2 * kv) if shape.bias else None,
+            q_norm=ones(shape.head_dim) if config.qk_norm else None,
+            k_norm=ones(shape.head_dim) if config.qk_norm else None,
+        )
+        for _ in range(shape.layers)
+    )
+    embed = matrix(shape.vocab, shape.hidden)
+    head = embed if shape.tied else matrix(shape.vocab, shape.hidden)
+    weights = Weights(embed, layers, ones(shape.hidden), head)
+    return Transformer(config, weights), _byte_tokenizer(), config
+
+
+def random_path(name: str) -> Path:
+    """What stands where a file's path would."""
+    return Path(name.replace(":", "-"))
+
+
+def _byte_tokenizer() -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE({character: id for id, character in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return Tokenizer(backend, bos=None, eos=())

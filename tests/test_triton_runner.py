@@ -1,0 +1,169 @@
+"""The risk: the device drives a step and sees other pages, or other bytes, than the host would have shown it.
+
+Runs the whole path under Triton's interpreter with the phantom: every step's logits and windows are held against the
+torch runner's.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton has no wheel here")
+
+from engine.config import EngineConfig, RecallParams, SamplingParams
+from engine.engine import Engine
+from engine.model.load import load_model
+from engine.triton_runner import TritonRunner
+from tests.models import phantom_folder
+
+CUDA = torch.cuda.is_available()
+TEXT = "The keeper of the mill wrote down what the river had brought. " * 40
+
+
+@pytest.fixture(scope="module")
+def phantom():
+    return load_model(phantom_folder(), "cuda" if CUDA else "cpu")
+
+
+class Interpreted:
+    """A backend candidate without a self-check: what it computes is what these tests look at."""
+
+    name = "triton-interpreted"
+    streams = False
+
+    def __init__(self, runner) -> None:
+        self.runner = runner
+
+    def build(self) -> TritonRunner:
+        self.runner.digests.packed = True
+        built = TritonRunner(self.runner, graphs=CUDA)
+        if not CUDA and not self.streams:
+            built._streams = lambda frame: False  # a large chunk takes the interpreter a minute
+        return built
+
+    def disagreement(self, built) -> str:
+        return ""
+
+
+@pytest.fixture
+def pair(phantom):
+    """An engine on torch and one on Triton, of the same settings; both audited in the end."""
+    made = []
+
+    def make(**settings) -> tuple[Engine, Engine]:
+        config = EngineConfig(model=phantom_folder(), max_context=2048, prefill_chunk=128, sink=64, **settings)
+        made.extend(Engine.load(config, phantom, backends=backends) for backends in ((), (Interpreted,)))
+        return tuple(made)
+
+    yield make
+    for engine in made:
+        engine.audit(deep=True)
+        engine.close()
+
+
+class Streaming(Interpreted):
+    streams = True
+
+
+def answer(engine: Engine, **recall):
+    params = RecallParams(explain=True, **recall)
+    text = TEXT[:1800] + "The number of the keeper is 4711. " + TEXT[:1500] + "\nWhat is the number of the keeper?"
+    prepared = engine.prepare(text, SamplingParams(max_tokens=3, ignore_eos=True), params)
+    return engine.complete(prepared)
+
+
+def selected(result) -> set[tuple[int, str]]:
+    return {(index, reason) for index, page in enumerate(result.pages) for reason in page.steps}
+
+
+@pytest.mark.parametrize("settings", [{}, {"decode": "window"}, {"decode": "exact"}], ids=str)
+def test_the_device_sees_and_says_what_the_host_does(pair, settings):
+    torch_engine, triton_engine = pair(kv_capacity=768)
+    wanted, got = answer(torch_engine, **settings), answer(triton_engine, **settings)
+    assert got.tokens == wanted.tokens and got.recall.over_pool
+    same, either = selected(got) & selected(wanted), selected(got) | selected(wanted)
+    assert len(same) >= 0.8 * len(either), (selected(got), selected(wanted))
+    for name in ("hidden_pages", "selections", "pages_selected"):
+        assert getattr(got.recall, name) == getattr(wanted.recall, name), name
+    by = triton_engine.stats()["steps_by"]
+    assert by["device-driven, eager"] + by.get("device-driven, graph", 0) >= 2, by
+
+
+def test_large_chunks_stream_cold_pages_and_agree(phantom):
+    config = EngineConfig(model=phantom_folder(), max_context=768, prefill_chunk=64, sink=64, kv_capacity=448)
+    tokens = phantom.tokenizer.encode(TEXT)[:580]
+    logits, streamed = [], []
+    for backends in ((), (Streaming,)):
+        engine = Engine.load(config, phantom, backends=backends)
+        logits.append(engine.logits(tokens, RecallParams(prefill="exact")))
+        streamed.append(engine.stats()["layer_pages_streamed"])
+        engine.audit(deep=True)
+        engine.close()
+    torch.testing.assert_close(logits[1], logits[0], atol=2e-3, rtol=2e-3)
+    assert streamed[0] == streamed[1] > 0
+
+
+def test_everything_fits_and_a_second_turn_comes_back_from_the_host(pair):
+    _, engine = pair(kv_capacity=2048)
+    prompt = TEXT[:900]
+    first = engine.complete(engine.prepare(prompt, SamplingParams(max_tokens=3, ignore_eos=True)))
+    other = engine.complete(engine.prepare("Something else. " * 60, SamplingParams(max_tokens=3, ignore_eos=True)))
+    for layer in range(engine.model.config.layers):  # as if others had needed the slots meanwhile
+        engine._runner.pool.page_in[layer] = -1
+        engine._runner.pool.slot_of[layer] = -1
+    again = engine.complete(engine.prepare(prompt, SamplingParams(max_tokens=3, ignore_eos=True)))
+    assert again.tokens == first.tokens and again.usage.cached > 0 and again.recall.layer_pages_fetched > 0
+    assert not other.recall.over_pool
+
+
+def test_answers_in_turn_keep_their_own_windows(pair):
+    torch_engine, engine = pair(kv_capacity=1280)
+    results = []
+    for each in (torch_engine, engine):
+        sessions = []
+        for word in ("keeper", "river"):
+            text = TEXT[:2600] + f"\nWhat did the {word} write?"
+            sessions.append(each.admit(each.prepare(text, SamplingParams(max_tokens=5, ignore_eos=True))))
+        while each.step():
+            each.audit()
+        results.append([session.result().tokens for session in sessions])
+    assert results[0] == results[1]
+
+
+def test_a_step_that_fails_half_way_leaves_the_tables_true(pair, monkeypatch):
+    _, engine = pair(kv_capacity=768)
+    wanted = answer(engine).tokens
+    driven = engine._runner.driven
+    driven.graphs = False
+    attend, calls = driven._attend, [0]
+
+    def failing(kind, layer, q, k, v):
+        calls[0] += 1
+        if calls[0] == 6:
+            raise RuntimeError("stopped half-way")
+        return attend(kind, layer, q, k, v)
+
+    monkeypatch.setattr(driven, "_attend", failing)
+    with pytest.raises(RuntimeError, match="half-way"):
+        answer(engine)
+    engine.audit(deep=True)
+    engine.forget()
+    assert answer(engine).tokens == wanted
+
+
+def test_cancels_at_random_leave_no_trace(pair):
+    random = np.random.default_rng(5)
+    _, engine = pair(kv_capacity=768)
+    wanted = answer(engine).tokens
+    for _ in range(1000 if CUDA else 2):
+        text = TEXT[: int(random.integers(1500, 2500))]
+        prepared = engine.prepare(text, SamplingParams(max_tokens=4, ignore_eos=True))
+        session = engine.admit(prepared)
+        for _ in range(int(random.integers(0, 9))):
+            engine.step()
+        engine.cancel(session)
+        engine.audit(deep=True)
+    engine.forget()
+    assert answer(engine).tokens == wanted
