@@ -18,6 +18,7 @@ from engine.config import PAGE, EngineConfig, RecallParams, SamplingParams
 from engine.device import (
     explain_compute,
     free_memory,
+    hiding_tokens,
     load_routes,
     pin_budget,
     resolve_device,
@@ -38,6 +39,7 @@ from engine.prepare import Prepared
 from engine.recall.digest import KIND_OF, Digests, digest_token_bytes
 from engine.result import Progress, Result, Token
 from engine.runner import Runner
+from engine.scheduler import HIDING
 from engine.session import Session
 from engine.stats import EngineStats
 from engine.turns import Turns, named
@@ -107,7 +109,8 @@ class Engine:
         self._prefix = PrefixIndex()
         self._turn = threading.RLock()
         self._stats = EngineStats()
-        self._turns = Turns(config, self._runner, self._prefix, self._stats)
+        hiding = hiding_tokens(self.profile, transformer.dtype, model.config.heads // model.config.kv_heads)
+        self._turns = Turns(config, self._runner, self._prefix, self._stats, hiding or HIDING)
         self._closed = False
 
     @classmethod

@@ -13,9 +13,8 @@ import torch
 
 from engine.errors import EngineError
 from engine.kv.page import KVShape
+from engine.ops.gather import as_words, gather_pages
 from engine.routes import Routes
-
-_WIDTHS = {2: torch.int16, 4: torch.int32}
 
 
 class DevicePool:
@@ -33,8 +32,7 @@ class DevicePool:
         self.pinned = np.zeros(pages, dtype=bool)
         self.tick = 0
         self._lender: Callable[[], None] | None = None
-        # numpy has no bfloat16; a copy needs only the width
-        self._raw = self.data.view(_WIDTHS[shape.dtype.itemsize]).numpy() if device.type == "cpu" else None
+        self._words = as_words(self.data) if device.type == "cpu" else None
 
     def lend(self, give_back: Callable[[], None]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """slot_of, page_in and last_used go to who works on a copy of them, until somebody asks for them here.
@@ -130,10 +128,12 @@ class DevicePool:
         slots = self.slot_of[layer][pages]
         if slots.min(initial=0) < 0:
             raise EngineError(f"layer {layer}: pages {pages[slots < 0].tolist()} were read before they were resident")
-        if self.data.device.type == "cpu" and self.routes.pick("page_gather", len(slots)) == "take":
-            return torch.from_numpy(self._raw[layer].take(slots, 0)).view(self.data.dtype)
-        return self.data[layer].index_select(0, torch.from_numpy(slots).to(self.data.device))
+        if self._words is None:
+            return gather_pages(self.data[layer], None, slots, "index_select")
+        schedule = self.routes.pick("page_gather", len(slots))
+        return gather_pages(self.data[layer], self._words[layer], slots, schedule)
 
     def close(self) -> None:
         """Give the memory back."""
+        self._words = None
         self.data = self.data.new_empty(0)
