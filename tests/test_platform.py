@@ -6,6 +6,7 @@ import ctypes
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -150,8 +151,6 @@ def test_names_become_rows_of_the_profiles():
 
 @pytest.mark.parametrize(("used", "budget"), [(17, 6.5), (22, 1.5), (24, 0)])
 def test_under_wddm_the_pin_budget_shrinks_as_the_card_fills(used, budget):
-    from dataclasses import replace
-
     card = replace(RTX_3060, total=24 * GIB, used=used * GIB)
     assert card.pin_budget(HostMemory(64 * GIB, 50 * GIB)) == budget * GIB
 
@@ -288,3 +287,30 @@ def test_a_server_that_is_asked_to_stop_ends_itself(platform):
 
 
 _LEASH = "import threading\nfrom gates.leash import _watch\nthreading.Thread(target=_watch, daemon=True).start()"
+
+
+# --- what an engine makes of a card -----------------
+
+
+@pytest.mark.parametrize(
+    ("card", "free", "usable"),
+    [(RTX_3060, 11 * GIB, int(9.9 * GIB)), (RTX_3060, 6 * GIB, 5 * GIB), (A4000_TCC, 6 * GIB, int(5.4 * GIB))],
+    ids=["a tenth is more than the desktop's", "the desktop's GiB is more", "no desktop"],
+)
+def test_an_engine_leaves_the_desktop_its_memory_and_pins_within_the_budget(monkeypatch, card, free, usable):
+    import torch
+
+    from engine import device
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, card.total))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: card.name)
+    other = replace(card, name="another card", display=False, driver_model="TCC")
+    now = replace(card, used=card.total - free)
+    monkeypatch.setattr(device, "gather", lambda platform, import_torch: SimpleNamespace(gpus=(other, now)))
+    roomy = Windows(Kernel32())
+    monkeypatch.setattr(Kernel32, "free", 12 * GIB)
+    monkeypatch.setattr(Kernel32, "left", 10 * GIB)
+    memory = device.free_memory(torch.device("cuda"), roomy)
+    assert memory.device == usable and memory.ram == 10 * GIB, "the commit limit, not the free RAM"
+    budget = device.pin_budget(torch.device("cuda"), roomy)
+    assert budget == (min(free - GIB // 2, 8 * GIB) if card.driver_model == "WDDM" else 11 * GIB)
