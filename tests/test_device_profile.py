@@ -222,6 +222,20 @@ def test_measured_settings_are_defaults_that_flags_and_switches_override(mine, m
     assert settle("phantom", {}, False).config.threads is None
 
 
+def test_device_profile_calibrate_measures_first_and_uses_what_it_found(monkeypatch, tmp_path, capsys):
+    from kvring_cli.calibration import routes
+    from kvring_cli.start import settle
+
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(routes, "FINDERS", {"cpu": {"threads": lambda device, platform: ((1, 1),)}, "cuda": {}})
+    flags = {"device_profile": "calibrate", "device_profile_path": str(tmp_path), "device": "cpu"}
+    resolved = settle("phantom", flags, False)
+    assert resolved.config.threads == 1 and resolved.sources["threads"].source == "device profile, user"
+    assert (tmp_path / device_profile.FILE).exists()
+    monkeypatch.setattr(routes, "FINDERS", {"cpu": {"threads": lambda *_: pytest.fail("calibrated again")}, "cuda": {}})
+    assert settle("phantom", flags | {"device_profile": "auto"}, False).config.threads == 1
+
+
 def test_a_cards_preset_is_below_flags_and_says_its_name(capsys):
     from kvring_cli.start import settle
 

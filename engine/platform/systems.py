@@ -7,7 +7,6 @@ import ctypes
 import mmap
 import os
 import platform
-import signal
 import subprocess
 import sys
 import tempfile
@@ -78,10 +77,6 @@ class Platform:
     def ask_to_stop(self, process: subprocess.Popen[Any]) -> None:
         """Ask a child that `gates.leash` holds to end itself."""
         process.terminate()
-
-    def stop_signals(self) -> tuple[int, ...]:
-        """Signals by which a person or the system ends a program here."""
-        return tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGBREAK") if hasattr(signal, name))
 
     def _cpu_name(self) -> str:
         return platform.processor()

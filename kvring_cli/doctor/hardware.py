@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from engine.platform import Facts, Gpu
@@ -66,7 +67,7 @@ def _card(gpu: Gpu, facts: Facts) -> Iterator[Finding]:
     else:
         processors = f", {gpu.multiprocessors} SMs" if gpu.multiprocessors else ""
         detail = f"{gpu.name}, compute capability {gpu.capability}{processors}"
-        choice = pick_engine(facts, {})
+        choice = pick_engine(replace(facts, gpus=(gpu,)), {})
         if choice.outcome == "unsupported":
             yield Finding(name, "fail", f"{detail}: {choice.reason}", choice.fix)
         else:
