@@ -14,6 +14,7 @@ from kvring_cli.commands.calibrate import calibrate
 from kvring_cli.commands.chat import chat
 from kvring_cli.commands.doctor import doctor
 from kvring_cli.commands.gate import gate
+from kvring_cli.commands.guide import guide
 from kvring_cli.commands.inspect import inspect
 from kvring_cli.commands.launch import launch
 from kvring_cli.commands.pick_engine import pick_engine
@@ -43,6 +44,7 @@ app.command()(doctor)
 app.command()(calibrate)
 app.command()(plan)
 app.command("pick-engine")(pick_engine)
+app.command()(guide)
 app.command()(launch)
 app.add_typer(bench, name="bench")
 
