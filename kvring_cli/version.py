@@ -8,7 +8,6 @@ import importlib.util
 import json
 import platform
 import re
-import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -67,9 +66,21 @@ def _of_wheel(line: str) -> bool:
 
 
 def _git() -> str | None:
+    """The commit that is checked out, from git's own files: git itself may not be here."""
+    folder = ROOT / ".git"
     try:
-        command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=5)
-    except (OSError, subprocess.TimeoutExpired):
+        if folder.is_file():  # of a worktree: where its own files are
+            folder = ROOT / folder.read_text(encoding="utf-8").removeprefix("gitdir:").strip()
+        head = (folder / "HEAD").read_text(encoding="utf-8").strip()
+        if not head.startswith("ref: "):
+            return head[:12]
+        name = head.removeprefix("ref: ")
+        shared = folder / "commondir"
+        common = folder / shared.read_text(encoding="utf-8").strip() if shared.exists() else folder
+        loose = common / name
+        if loose.exists():
+            return loose.read_text(encoding="utf-8")[:12]
+        packed = (common / "packed-refs").read_text(encoding="utf-8")
+        return next((line[:12] for line in packed.splitlines() if line.endswith(f" {name}")), None)
+    except (OSError, ValueError):
         return None
-    return done.stdout.strip() or None if done.returncode == 0 else None

@@ -68,8 +68,35 @@ def test_the_version_names_what_it_stands_on():
     own, python, built, triton = done.stdout.splitlines()
     assert python == f"python {platform.python_version()}" and triton.startswith("triton")
     assert built == f"torch {importlib.metadata.version('torch')}, CUDA {torch.version.cuda or 'none'}"
-    commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
-    assert not commit or f"commit {commit.strip()}" in own
+    commit = git(ROOT, "rev-parse", "--short=12", "HEAD")
+    assert not commit or own.endswith(f"commit {commit}")
+
+
+def git(folder, *words):
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    return subprocess.run(["git", "-C", folder, *who, *words], capture_output=True, text=True).stdout.strip()
+
+
+def test_the_commit_is_gits_own_in_a_clone_a_worktree_packed_or_detached(tmp_path, monkeypatch):
+    folder, other = tmp_path / "clone", tmp_path / "worktree"
+    folder.mkdir()
+    git(folder, "init", "-q", "-b", "a/branch")
+    git(folder, "commit", "-q", "--allow-empty", "-m", "one")
+    git(folder, "worktree", "add", "-q", "-b", "other", other)
+    git(other, "commit", "-q", "--allow-empty", "-m", "two")
+
+    def read(place):
+        monkeypatch.setattr(version, "ROOT", place)
+        assert version.origin() == f"commit {git(place, 'rev-parse', '--short=12', 'HEAD')}"
+
+    read(folder), read(other)
+    git(folder, "pack-refs", "--all")
+    read(folder), read(other)
+    git(other, "checkout", "-q", "--detach", "a/branch")
+    read(other)
+    (folder / ".git" / "HEAD").write_text("ref: refs/heads/gone")
+    monkeypatch.setattr(version, "ROOT", folder)
+    assert version.origin() == "commit unknown"
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from gates import smoke
 from kvring_cli.app import call
 from kvring_cli.commands.launch import serve_line
 from kvring_cli.engines import Choice
+from tests import test_without_posix as without_posix
 from tests.machines import laptop, windows_pc
 from tests.models import phantom_folder
 
@@ -153,3 +154,13 @@ def test_it_writes_a_script_of_the_resolved_settings_and_does_not_serve(machine,
     assert "another system" in capsys.readouterr().err
     assert call(["launch", "--write", "no/start.sh"]) == 1 == call(["launch", "--write", "start.txt"])
     assert len(seen.tried) == 1
+
+
+def test_launch_and_receipt_need_nothing_that_windows_lacks(tmp_path):
+    for line in (
+        ["launch", "--port", "0", "--no-smoke", "--write", str(tmp_path / "start.bat"), *SIZES],
+        ["receipt", "-o", str(tmp_path / "receipt.txt")],
+    ):
+        done = without_posix.run(f"assert call({line!r}) == 0")
+        assert done.returncode == 0, done.stderr
+    assert {file.name for file in tmp_path.iterdir()} == {"start.bat", "receipt.txt"}

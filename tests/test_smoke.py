@@ -155,7 +155,7 @@ def test_the_command_writes_its_report_and_exits_with_the_verdict(monkeypatch, t
     report = json.loads(path.read_text(encoding="utf-8"))
     assert (report["gate"], report["verdict"], report["exit_code"]) == ("smoke", "FAIL", 1)
     assert report["environment"]["options"] == ["--kv-capacity", "4032"]
-    assert capsys.readouterr().out.splitlines()[-1] == "smoke: FAIL"
+    assert capsys.readouterr().out.splitlines()[-1].startswith("smoke: FAIL  (")
 
 
 @pytest.mark.slow
