@@ -76,6 +76,14 @@ class Child:
         """None while it runs."""
         return self._process.poll()
 
+    def resources(self) -> dict[str, int]:
+        """What the process holds now: `memory` in bytes, `threads`, `handles` (open files and connections)."""
+        import psutil
+
+        process = psutil.Process(self._process.pid)
+        count = process.num_handles if hasattr(process, "num_handles") else process.num_fds
+        return {"memory": process.memory_info().rss, "threads": process.num_threads(), "handles": count()}
+
     def request(self, path: str, body: dict[str, Any] | None = None, timeout: float = 30.0) -> tuple[int, Any]:
         """Status and JSON of a GET, or of a POST with `body`; OSError where nothing answers in time."""
         data = json.dumps(body).encode() if body is not None else None

@@ -32,6 +32,13 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         text = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        if self.path == "/tokenize":
+            return self.answer({"count": len(json.loads(text)["prompt"].split())})
+        if fault == "cut":  # at the pool's edge, and called the asked length
+            usage = {"prompt_tokens": 4000, "completion_tokens": 20}
+            choice = {"text": "so", "finish_reason": "stop"}
+            recall = {"hidden_pages": 9, "pages_selected": 9}
+            return self.answer({"choices": [choice], "usage": usage, "timings": {}, "kvring": {"recall": recall}})
         messages = json.loads(text)["messages"]
         prompt = json.dumps(messages)
         key = re.findall(r"access code for ([a-z]+ [a-z]+)", messages[-1]["content"])[-1]

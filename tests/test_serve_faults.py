@@ -282,6 +282,18 @@ def test_out_of_memory_inside_a_request_ends_that_request_only(live, monkeypatch
     live.audit()
 
 
+def test_the_audit_can_be_asked_for_and_a_failed_one_is_no_crash(live, monkeypatch):
+    from engine.result import AuditError
+
+    live.chat("Hello")
+    assert live.http.get("/v1/ring", params={"audit": "true"}).json()["audit"]["clean"] is True
+    assert "audit" not in live.http.get("/v1/ring").json()
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "audit", lambda self: (_ for _ in ()).throw(AuditError("2: a page has two slots")))
+        found = live.http.get("/v1/ring", params={"audit": "true"}).json()["audit"]
+    assert found == {"clean": False, "error": "2: a page has two slots"}
+
+
 def die(live: Live, monkeypatch) -> None:
     def dying(self):
         monkeypatch.undo()

@@ -1,6 +1,9 @@
-"""`kvring bench`: measure on this machine. `scorers`: hits by scorer, task and budget; `speed`: rates;
-`rates`: the same over context lengths, beside this machine's floors;
-`sharing`: what clients that begin alike hold; `load`: a crowd of clients against a real server."""
+"""`kvring bench`: measure on this machine.
+
+`scorers`: hits by scorer, task and budget; `speed`: rates; `rates`: the same over context lengths, beside this
+machine's floors; `sharing`: what clients that begin alike hold; `load`: a crowd of clients against a real server;
+`beyond`: one request far beyond the pool.
+"""
 
 from __future__ import annotations
 
@@ -103,3 +106,53 @@ def sharing(
     console.write(f"| {clients} clients, {prefix:,} tokens alike | sharing on | sharing off |\n| --- | --- | --- |\n")
     for name, cells in rows.items():
         console.write(f"| {name} | {' | '.join(cells)} |\n")
+
+
+@bench.command()
+def load(
+    model: ModelOption = "phantom",
+    options: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- OPTION...]", help="After --: options for kvring serve.", show_default=False),
+    ] = None,
+    *,
+    clients: Annotated[int, typer.Option("--clients", min=1, max=1000, help="Clients at once.")] = 200,
+    seconds: Annotated[float, typer.Option("--seconds", min=1, help="How long they ask.")] = 60.0,
+    report: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON.")] = None,
+) -> None:
+    """A crowd of clients against a real server: each answered or refused by rule, memory flat. PASS 0, FAIL 1."""
+    from gates.load import run
+    from kvring_cli.commands.gate import _writable, _write, show
+
+    if report is not None:
+        _writable(report)
+    with GateProgress("load") as progress:
+        found = run(model, clients=clients, seconds=seconds, options=options or (), say=progress)
+    show(found)
+    for name in ("requests_per_second", "answers_per_second", "tokens_per_second", "answer_seconds_median"):
+        console.write(f"{name.replace('_', ' ')}: {found.environment.get(name)}\n")
+    if report is not None:
+        _write(report, [found])
+    raise typer.Exit(found.exit_code)
+
+
+@bench.command()
+def beyond(
+    model: ModelOption = "phantom",
+    *,
+    prompt: Annotated[int, typer.Option("--prompt", min=64, help="Tokens of the prompt.")] = 60_000,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens of the answer.")] = 2_000,
+    pool: Annotated[int, typer.Option("--kv-capacity", min=64, help="Tokens of the device pool.")] = 4_032,
+    prefill: Annotated[str, typer.Option("--prefill", help="How the prompt is read.")] = "window",
+) -> None:
+    """One request far beyond the pool through a real server: ended as asked, usage right. PASS 0, FAIL 1."""
+    from gates.beyond import run
+    from kvring_cli.commands.gate import show
+
+    with GateProgress("beyond") as progress:
+        found = run(model, prompt=prompt, tokens=tokens, pool=pool, prefill=prefill, say=progress)
+    show(found)
+    timings = found.environment.get("timings", {})
+    for name in ("prompt_per_second", "predicted_per_second"):
+        console.write(f"{name.replace('_', ' ')}: {timings.get(name, 0):,.1f}\n")
+    raise typer.Exit(found.exit_code)

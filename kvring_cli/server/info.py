@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
+from engine.result import AuditError
 from kvring_cli.server.metrics import CONTENT_TYPE
 from kvring_cli.server.ring import ring
 from kvring_cli.server.service import Service
@@ -61,5 +63,13 @@ async def metrics(request: Request) -> Response:
 
 
 @router.get("/v1/ring")
-async def ring_(request: Request) -> dict[str, Any]:
-    return ring(_service(request))
+async def ring_(request: Request, audit: bool = False) -> dict[str, Any]:
+    """With `?audit=true` the engine checks its invariants between two steps, and says what it found."""
+    service = _service(request)
+    if not audit:
+        return ring(service)
+    try:
+        found = await asyncio.wrap_future(service.worker.call(service.engine.audit))
+    except AuditError as error:
+        return {**ring(service), "audit": {"clean": False, "error": error.message}}
+    return {**ring(service), "audit": {"clean": True, **found}}

@@ -23,6 +23,8 @@
                  "over_pool": 0, "over_pool_without_selection": 0, "layer_pages_fetched": ..., "bytes_fetched": ...}
     }
 
+`?audit=true` adds `"audit": {"clean": true, ...counts}`, or `{"clean": false, "error": ...}`.
+
 Letters: s sink and tool definitions, k selected, r recent, o open, w in the pool without such a reason, `.` cold (host
 only). The picture is taken by the engine's thread between steps, so reading it costs the engine nothing; `age_seconds`
 says how old it is.
