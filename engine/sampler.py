@@ -11,6 +11,9 @@ from engine.config import SamplingParams
 from engine.errors import EngineError
 from engine.limits import check_sampling
 
+COLDEST = 1e-6
+"""Below that only the likeliest token has a chance, and a division by it may be one by 0 in float32."""
+
 
 @dataclass(frozen=True)
 class Sampled:
@@ -41,7 +44,7 @@ class Sampler:
         logits = logits.cpu()
         self._check(bool(torch.isfinite(logits).all()))
         adjusted = self._penalise(logits)
-        if self.params.temperature == 0:
+        if self.params.temperature < COLDEST:
             token = int(adjusted.argmax())
         else:
             token = int(torch.multinomial(self._probabilities(adjusted), 1, generator=self._random))
@@ -90,8 +93,9 @@ class Sampler:
         probabilities = torch.softmax(logits, -1)
         if params.top_p < 1:
             ordered, index = probabilities.sort(descending=True)
-            drop = index[ordered.cumsum(-1) - ordered >= params.top_p]
-            probabilities[drop] = 0
+            behind = ordered.cumsum(-1) - ordered >= params.top_p
+            behind[0] = False  # a top_p that is 0 in float32 drops all else
+            probabilities[index[behind]] = 0
         if params.min_p > 0:
             probabilities[probabilities < params.min_p * probabilities.max()] = 0
         return probabilities
