@@ -178,17 +178,6 @@ TASKS: dict[str, Callable[[Random, int, set[str]], list[Fact]]] = {
 
 # --- checks ----------------------------------------
 
-_FUNCTION_WORDS = set(
-    """a an and are as at be been did do does for from get go had has have how in is it its list long many much of on
-    or our out should than that the their there they thing this to under up use used was were what when where which who
-    with""".split()
-)
-
-
-def content_words(text: str) -> set[str]:
-    """The words that carry meaning, by their first five letters (a crude stem)."""
-    return {word[:5] for word in re.findall(r"[a-z]+", text.lower()) if word not in _FUNCTION_WORDS and len(word) > 1}
-
 
 def collision_pattern(facts: list[Fact]) -> re.Pattern[str]:
     """Finds, in a piece of filler, a value or the key of a fact: it could answer (or seem to answer) its question."""

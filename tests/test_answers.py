@@ -143,6 +143,26 @@ def test_a_conversation_resumes_and_survives_what_goes_wrong_in_it(document):
     assert "no room for an answer" in done.stderr and "pool_pages 32" in done.stderr
 
 
+def test_a_file_that_does_not_fit_is_kept_until_it_is_dropped(make_engine, capsys):
+    engine, talk = make_engine(), Conversation(SamplingParams(max_tokens=2), None, None)
+    talk.waiting.append("so " * 5000)
+    for _ in range(2):
+        with pytest.raises(RequestError) as refused:
+            talk.take(engine, "What?")
+        assert "/drop" in refused.value.fix and len(talk.waiting) == 1
+    talk.take(engine, "/drop")
+    talk.take(engine, "What?")
+    assert not talk.waiting and len(talk.messages) == 2
+
+
+def test_numbers_that_a_batch_gives_by_itself_meet_no_given_one(tmp_path):
+    from kvring_cli.commands.batch import read_questions
+
+    batch = tmp_path / "questions.jsonl"
+    batch.write_text('{"question": "a"}\n{"id": 1, "question": "b"}\n{"question": "c"}\n{"id": "x", "question": "d"}')
+    assert [question.id for question in read_questions(str(batch))] == ["line 1", 1, 3, "x"]
+
+
 def interrupt() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 

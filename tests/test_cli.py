@@ -259,3 +259,13 @@ def test_the_strip_marks_the_pages_that_were_selected_most_and_says_of_the_other
     assert lines[1] == "pages 1-2 | key 9, lexical 8, neighbor 2 | fetched 1 of 2 | tokens from 64"
     assert lines[2] == "pages selected less often: 1"
     assert strip.often(pages[3:5], SimpleNamespace(pages_selected=0, selections=0)) == set()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals are sent otherwise there")
+def test_ctrl_c_while_the_command_is_imported_prints_no_trace():
+    code = "import builtins, os, signal, sys\nreal = builtins.__import__\n"
+    code += "def stopping(name, *rest):\n    if name == 'typer':\n        os.kill(os.getpid(), signal.SIGINT)\n"
+    code += "    return real(name, *rest)\nbuiltins.__import__ = stopping\n"
+    code += "from kvring_cli.__main__ import main\nmain()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")

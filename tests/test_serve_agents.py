@@ -90,6 +90,19 @@ def test_tools_stay_in_the_window_of_a_prompt_over_the_pool(phantom, words):
         assert session["over_pool"] and session["strip"].startswith("s" * (tokens // 64))
 
 
+def test_a_recall_that_selects_nothing_shows_in_answer_log_and_metrics(phantom, words, monkeypatch, capsys):
+    from engine.recall.recall import Recall
+    from engine.recall.select import EMPTY
+
+    monkeypatch.setattr(Recall, "select", lambda self, *place: EMPTY)
+    with served(phantom) as live:
+        answer = live.chat(words(4000, 2), kvring={"prefill": "recall"}, ignore_eos=True)
+        live.wait(lambda: "kvring_over_pool_without_selection_total 1.0" in live.http.get("/metrics").text)
+    assert answer["kvring"]["over_pool"] and not answer["kvring"]["recall"]["pages_selected"]
+    assert any("this is a fault" in warning for warning in answer["kvring"]["warnings"])
+    assert "recall selected nothing" in capsys.readouterr().err
+
+
 def test_requests_that_outgrow_the_host_store_together_end_one_by_one(phantom, monkeypatch):
     monkeypatch.setattr(job, "UNASKED_ROOM", 64)
     with served(phantom, max_context=448, kv_capacity=448) as live:

@@ -223,6 +223,8 @@ def test_loading_leaves_the_file_free_and_unchanged(folder: Path) -> None:
         {"architectures": 5},
         {"rope_parameters": 5},
         {"rms_norm_eps": "small"},
+        {"rms_norm_eps": float("inf")},
+        {"rms_norm_eps": float("nan")},
         {"num_key_value_heads": "2"},
         {"eos_token_id": {"a": 1}},
         {"num_hidden_layers": 10**9},

@@ -38,6 +38,8 @@ class ModelConfig:
         for field in ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "trained_context"):
             if getattr(self, field) < 1:
                 raise ModelError(f"the model's {field} is {getattr(self, field)}", "it must be at least 1")
+        if not 0 <= self.norm_eps < 1:  # nor infinity, nor what is not a number
+            raise ModelError(f"the model's norm epsilon is {self.norm_eps}", "the file is damaged: download it again")
         if self.layers > _MOST_LAYERS:
             raise ModelError(f"the model claims {self.layers:,} layers", "the file is damaged: download it again")
         if self.heads % self.kv_heads:

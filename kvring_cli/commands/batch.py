@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Question:
-    """One line of the batch; `id` is the line's number where it gives none."""
+    """One line of the batch; `id` is the line's number where it gives none, as text if another has given that one."""
 
     id: Any
     text: str
@@ -35,7 +35,7 @@ def read_questions(path: str) -> list[Question]:
         text = decode(file.read_bytes(), path)
     except OSError as error:
         raise KVRingError(f"{path} can't be read: {error.strerror}", "--batch takes a file of JSON lines") from None
-    questions = []
+    questions: list[tuple[int, dict[str, Any]]] = []
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
@@ -50,8 +50,12 @@ def read_questions(path: str) -> list[Question]:
             json.dumps(entry.get("id"), allow_nan=False)
         except (KVRingError, ValueError) as error:
             raise _bad(path, number, f"can't be asked: {error}") from None
-        questions.append(Question(entry.get("id", number), entry["question"]))
-    return questions
+        questions.append((number, entry))
+    given = [entry["id"] for _, entry in questions if "id" in entry]
+    return [
+        Question(entry.get("id", f"line {number}" if number in given else number), entry["question"])
+        for number, entry in questions
+    ]
 
 
 def keep_inputs(output: str | None, inputs: list[str]) -> None:

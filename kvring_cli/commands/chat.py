@@ -20,7 +20,10 @@ from kvring_cli.prompt import Message, check
 if TYPE_CHECKING:
     from engine.engine import Engine
 
-HELP = "/file PATH adds a document to the next message, /reset begins anew, /stats shows the engine, /exit leaves"
+HELP = (
+    "/file PATH adds a document to the next message, /drop forgets those that wait, /reset begins anew, "
+    "/stats shows the engine, /exit leaves"
+)
 
 
 @sampling_options
@@ -81,6 +84,9 @@ class Conversation:
             self.messages, self.waiting = [], []
         elif word == "/file":
             self.add_file(rest.strip())
+        elif word == "/drop":
+            console.say(f"{len(self.waiting):,} files are sent no more")
+            self.waiting = []
         elif word == "/stats":
             for name, value in engine.stats().items():
                 console.say(f"{name} {value:,}" if isinstance(value, int) else f"{name} {value}")
@@ -106,16 +112,13 @@ class Conversation:
         check(question)
         turn = [*self.messages, {"role": "user", "content": "\n\n".join([*self.waiting, question])}]
         system = [{"role": "system", "content": self.system}] if self.system is not None else []
-        waiting, self.waiting = (
-            self.waiting,
-            [],
-        )  # a refused file must not block the next question
         try:
             prepared = engine.prepare([*system, *turn], self.sampling, RecallParams())
         except KVRingError as error:
-            if waiting:
-                raise RequestError(error.message, f"{error.fix}; the files of this turn were dropped") from None
+            if self.waiting:
+                raise RequestError(error.message, f"{error.fix}; /drop forgets the files that wait") from None
             raise
+        waiting, self.waiting = self.waiting, []
         try:
             result = answer.answer(engine, prepared)
         except answer.Stopped as stopped:
@@ -124,6 +127,9 @@ class Conversation:
                 self.waiting = waiting
                 return
             text = stopped.text
+        except KVRingError:
+            self.waiting = waiting
+            raise
         else:
             answer.report(result)
             text = result.text
