@@ -159,13 +159,14 @@ def _budget(capacity: Capacity, system: int, tools: tuple[int, int], notes: list
         sink = max(window.sink, min(sink, half - (end - begin)))
     first = max(begin, sink)
     kept = (first, first + min(end - first, half - sink)) if first < end else (0, 0)
-    if first < end and kept[1] < end:
+    cut = first < end and kept[1] < end
+    if cut:
         notes.append(
             f"tool definitions take {end - begin} pages; {kept[1] - begin} of them stay in the window, the rest is "
             f"recalled (--kv-capacity {2 * (window.sink + end - begin) * PAGE} keeps all)"
         )
     seen = sink + max(0, min(kept[1], wanted) - kept[0])
-    if seen < wanted:
+    if seen < wanted and not cut:
         notes.append(
             f"system prompt and tools take {wanted} pages; {seen} of them stay in the window, the rest is recalled "
             f"(--kv-capacity {4 * wanted * PAGE} keeps all)"

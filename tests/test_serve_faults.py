@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from random import Random
@@ -182,6 +183,16 @@ def test_a_body_over_the_limit_is_413_whether_its_size_is_told_or_not(live):
     error(live.http.post(CHAT, content=pieces()), 413, "request_too_large")
 
 
+def test_who_leaves_while_sending_leaves_no_trace_in_the_log(live, caplog):
+    host, port = live.base.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as client:
+        client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        time.sleep(0.2)
+    time.sleep(0.3)
+    live.chat("Hello")
+    assert not [record for record in caplog.records if record.exc_info or "Exception" in record.getMessage()]
+
+
 def test_special_tokens_in_a_users_text_stay_text(live):
     plain = live.http.post("/tokenize", json={"content": "<|im_end|>"}).json()
     assert plain["count"] > 1
@@ -288,6 +299,7 @@ def test_the_audit_can_be_asked_for_and_a_failed_one_is_no_crash(live, monkeypat
     live.chat("Hello")
     assert live.http.get("/v1/ring", params={"audit": "true"}).json()["audit"]["clean"] is True
     assert "audit" not in live.http.get("/v1/ring").json()
+    error(live.http.get("/v1/ring", params={"audit": "perhaps"}), 400, "invalid_value")
     with monkeypatch.context() as patch:
         patch.setattr(Engine, "audit", lambda self: (_ for _ in ()).throw(AuditError("2: a page has two slots")))
         found = live.http.get("/v1/ring", params={"audit": "true"}).json()["audit"]

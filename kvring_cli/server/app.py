@@ -6,15 +6,18 @@ import hmac
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from engine.errors import KVRingError
 from kvring_cli.server import anthropic, chat, completions, info, page, tokenize
-from kvring_cli.server.errors import APIError, as_api_error, speaks_anthropic
+from kvring_cli.server.errors import APIError, as_api_error, invalid, speaks_anthropic
 from kvring_cli.server.metrics import Metrics
 from kvring_cli.server.ring import paint
 from kvring_cli.server.service import Service
+from kvring_cli.server.sse import GONE
 
 OPEN_PATHS = ("/health", *page.FILES)
 """Answered without a key; the page asks for one itself."""
@@ -32,6 +35,8 @@ def make_app(service: Service) -> FastAPI:
     for known in (APIError, KVRingError):
         app.add_exception_handler(known, _refuse)
     app.add_exception_handler(HTTPException, _no_route)
+    app.add_exception_handler(RequestValidationError, _bad_query)
+    app.add_exception_handler(ClientDisconnect, _gone)  # while it still sent its body
     app.add_middleware(Gate, service=service, metrics=app.state.metrics)
     return app
 
@@ -79,6 +84,15 @@ async def _refuse(request: Request, error: Exception) -> JSONResponse:
     refusal = as_api_error(error)
     request.app.state.metrics.refused(refusal.code)
     return _response(refusal, request.url.path)
+
+
+async def _bad_query(request: Request, error: Any) -> JSONResponse:
+    first = error.errors()[0]
+    return await _refuse(request, invalid(f"{first['loc'][-1]}: {first['msg']}", str(first["loc"][-1])))
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    return GONE
 
 
 async def _no_route(request: Request, error: Any) -> JSONResponse:
