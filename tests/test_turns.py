@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
 from engine.config import RecallParams, SamplingParams
 from engine.errors import EngineError
 from engine.result import Progress, Result, Token
 from engine.runner import Runner
+from engine.text.tools import spell_tools
 
 SHORT = SamplingParams(max_tokens=6, ignore_eos=True)
 
@@ -181,3 +184,38 @@ def test_another_conversation_does_not_wait_for_those_who_share(make_engine, wor
         engine.step()
     assert other.pending is not None and not sharing[0].pending
     drain(engine, [*sharing, other])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_random_crowd_that_begins_alike_ends_and_breaks_no_invariant(make_engine, words, monkeypatch, seed):
+    """Shared and other beginnings, tools, cancels, a failing step and a host store that is too small for all."""
+    rng = Random(seed)
+    engine = make_engine(max_context=rng.choice([2048, 4096]), kv_capacity=rng.choice([28, 40, 64]) * 64)
+    real, alive, ended = Runner.step, [], 0
+
+    def failing(self, steps):
+        if rng.random() < 0.02:
+            raise EngineError("injected")
+        return real(self, steps)
+
+    monkeypatch.setattr(Runner, "step", failing)
+    for _ in range(90):
+        if len(alive) < 5 and rng.random() < 0.3:
+            text = words(rng.choice([100, 500, 1100]), rng.choice([1, 2])) + f" {rng.random()}"
+            tools = [{"name": f"t{n}", "description": words(20, n)} for n in range(rng.choice([0, 0, 12]))]
+            system = [{"role": "system", "content": spell_tools(tools)}] if tools else []
+            prompt = [*system, {"role": "user", "content": text}]
+            modes = RecallParams(prefill=rng.choice(["auto", "window"]))
+            more = {"tools": tools} if tools else {}
+            alive.append(engine.admit(engine.prepare(prompt, SHORT, modes, **more)))
+        if alive and rng.random() < 0.05:
+            engine.cancel(alive.pop(rng.randrange(len(alive))))
+        engine.step()
+        engine.audit()
+        ended += sum(session.done for session in alive)
+        alive = [session for session in alive if not session.done]
+    assert ended > 3
+    drain(engine, alive)
+    assert all(session.done for session in alive)
+    stats = engine.stats()
+    assert stats["host_pages_used"] == stats["checkpoint_pages"]
