@@ -24,7 +24,7 @@ LINES = [
     r"engine ready \| phantom \| total \d+\.\ds \| weights \d+\.\d\d GiB",
     r"capacity \| KV 2,560 tokens, float32, explicit \| pages 40/128 \| runtime \d+\.\d\d GiB \| free \d+\.\d\d GiB",
     r"\[ring\] budgets: sink=4, selection=\d+, recent=\d+, free=\d+ \(pool 40\) \[sum == pool: yes\]",
-    r"host store 0\.12 GiB, committed, 4\.0 contexts of 8,192 tokens \(auto: 4 contexts\) \| ",
+    r"host store 0\.12 GiB, committed, 4\.0 contexts of 8,192 tokens \(auto: 4 contexts, or 262,144 tokens\) \| ",
     r"reuse host-backed: on",
     r"compute \| cpu \(auto: no CUDA device\) \| float32 \(auto: .+\) \| threads \d+ \(.+\)",
     r"max_tokens where a request doesn't say \| 32,768 \(default\), clamped to what fits in the context: 8,191",

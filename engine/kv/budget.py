@@ -22,6 +22,8 @@ RAM_HEADROOM = GIB
 """Host memory that is left alone: a recipe that left 0.5 GB free killed machines."""
 CONTEXTS = 4
 """Longest contexts that an automatic host store has room for: below that, conversations in turn evict each other."""
+STORED_TOKENS = 262_144
+"""More than so many it has no room for, if one context needs no more: each GiB costs RAM, and time at the start."""
 
 
 @dataclass(frozen=True)
@@ -210,12 +212,12 @@ def _automatic_host(logical: int, page_bytes: int, digest_page: int, ram: int, s
 
     Never less than one context: whether that fits is for others to refuse.
     """
-    most = CONTEXTS * logical
+    most = max(logical, min(CONTEXTS * logical, STORED_TOKENS // PAGE))
     by_ram = ram // 2 // (page_bytes + (digest_page if spare is None else 0))
     by_device = most if spare is None or not digest_page else logical + spare // 2 // digest_page
     pages = max(logical, min(most, by_ram, by_device))
     if pages == most:
-        return pages, f"auto: {CONTEXTS} contexts"
+        return pages, f"auto: {CONTEXTS} contexts, or {STORED_TOKENS:,} tokens"
     if pages == logical:
         return pages, "auto: one context, memory holds no second"
     return (
