@@ -117,6 +117,7 @@ class Turns:
             self._catch_up(session)
             if self._waits(session):
                 return
+            session.follows = None  # it has begun: what it computes is never given up for another's
         total, mode = len(session.prepared.tokens), session.phases[0].mode
         last = len(session.phases) == 1
         logits = self.next_chunk(session, "last" if last else "none")

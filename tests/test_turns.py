@@ -176,6 +176,19 @@ def test_who_followed_goes_on_when_the_one_ahead_is_cancelled_or_fails(make_engi
     assert results[0].usage.cached == done and results[1].usage.cached >= 1408 and sum(computed) < 1500
 
 
+def test_who_followed_and_can_use_nothing_of_it_still_begins_once(make_engine, words, monkeypatch):
+    """Pages of one scorer never serve another: the wait was in vain, and then its own prompt is computed, once."""
+    engine = make_engine(max_context=12_000)
+    computed = steps_of(monkeypatch)
+    sessions = [
+        engine.admit(engine.prepare(f"{words(2600)} {more}", SHORT, RecallParams(prefill="recall", scorer=scorer)))
+        for scorer, more in (("token", words(1500, 2)), ("lexical", "so"))
+    ]
+    results = drain(engine, sessions)
+    assert all(isinstance(result, Result) for result in results)
+    assert sum(computed) == sum(result.usage.computed for result in results)
+
+
 def test_another_conversation_does_not_wait_for_those_who_share(make_engine, words):
     engine = make_engine()
     sharing = [engine.admit(engine.prepare(f"{words(1800)} {n}", SHORT)) for n in "ab"]
