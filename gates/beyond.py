@@ -39,7 +39,7 @@ def run(
         began = time.monotonic()
         limit = 60.0 + (prompt + tokens) / SLOWEST
         status, answer = child.request("/v1/completions", {**body, "kvring": {"prefill": prefill}}, limit)
-        report.environment["seconds"] = round(time.monotonic() - began, 1)
+        report.seconds = time.monotonic() - began
         audit = child.request("/v1/ring?audit=true")[1].get("audit", {})
     report.checks.append(Check("answered", status == 200, "" if status == 200 else str(answer)[:200]))
     if status == 200:

@@ -78,6 +78,7 @@ def run(
             after.append(_rested(child))
         audit = child.request("/v1/ring?audit=true", timeout=TIMEOUT)[1].get("audit", {})
         stopped = child.stop()
+    report.seconds = sum(report.environment[f"half {half + 1} seconds"] for half in range(2))
     _judge(report, halves, [begin, *after], audit, stopped.clean)
     return report
 
