@@ -14,14 +14,9 @@ from engine.platform.nvidia import NO_DRIVER
 from engine.units import GIB
 from kvring_cli.cards import preset_for
 
-TRITON = {
-    "8.0": "triton-sm80",
-    "8.6": "triton-sm86",
-    "8.9": "triton-sm89",
-    "9.0": "triton-sm90",
-    "12.0": "triton-sm120",
-}
-"""Capabilities that the kernels are tuned for; others of 7.5 and above run on torch's own."""
+MADE_FOR = ("8.0", "8.6", "8.9", "9.0", "12.0")
+"""Capabilities that the kernels were made for. They run on every other from FIRST_TRITON on, too."""
+FIRST_TRITON = 8.0
 OLDEST = 7.5
 EXITS = {"chosen": 0, "unreadable": 3, "missing": 4, "unsupported": 5}
 _SMALLEST = 4096  # tokens of window on a card below every preset
@@ -95,19 +90,21 @@ def _for_card(facts: Facts, gpu: Gpu, kernels: bool, pretended: bool) -> Choice:
             gpu.name,
             gpu.capability,
             f"compute capability {gpu.capability} is below {OLDEST}",
-            f"supported: {', '.join(sorted(TRITON, key=float))} with kernels of their own, others from {OLDEST} on "
-            "torch's; kvring serve MODEL --device cpu runs without the card",
+            f"supported: {', '.join(MADE_FOR)} with kernels made for them, others from {OLDEST} untuned or on torch's; "
+            "kvring serve MODEL --device cpu runs without the card",
         )
-    engine = TRITON.get(gpu.capability, "torch-cuda") if kernels else "torch-cuda"
+    runs = kernels and float(gpu.capability) >= FIRST_TRITON
+    engine = f"triton-sm{gpu.capability.replace('.', '')}" if runs else "torch-cuda"
     if not pretended:
         missing = _missing(facts, engine)
         if missing:
             return Choice("missing", engine, gpu.name, gpu.capability, *missing)
-    why = f"{engine} is made for capability {gpu.capability}"
-    if engine == "torch-cuda":
-        tuned = gpu.capability in TRITON
-        why = "this build has no Triton kernels" if tuned else f"no kernels are tuned for capability {gpu.capability}"
-        why += ", torch's own serve"
+    if runs:
+        made = gpu.capability in MADE_FOR
+        why = f"the kernels are made for capability {gpu.capability}" if made else "the kernels run on it, untuned"
+    else:
+        lacks = "this build has no Triton kernels" if not kernels else f"the kernels need {FIRST_TRITON} or newer"
+        why = f"{lacks}, torch's own serve"
     dtype = "bfloat16" if float(gpu.capability) >= 8 else "float16"
     preset = preset_for(gpu)
     settings = [("--device", "cuda")]

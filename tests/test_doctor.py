@@ -230,7 +230,7 @@ def test_a_model_that_does_not_fit_fails_with_what_would(capsys):
         ("8.9", "triton-sm89"),
         ("9.0", "triton-sm90"),
         ("12.0", "triton-sm120"),
-        ("10.0", "torch-cuda"),
+        ("10.0", "triton-sm100"),
         ("7.5", "torch-cuda"),
     ],
 )
