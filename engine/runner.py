@@ -191,7 +191,7 @@ class Runner:
         """Write the chunk's keys, rotated by their offset in the page, and values into the own pages' slots."""
         data = self.pool.data[layer]
         if len(frame.fresh):
-            slots = self.pool.place(layer, np.asarray(frame.fresh))
+            slots = self.transfer.place(layer, np.asarray(frame.fresh))
             data[torch.from_numpy(slots).to(data.device)] = 0  # 0 x a stale NaN would be NaN
         keys = rotate(k, *frame.offset_turns)
         if len(k) == 1:  # a decode step: two plain copies, where an indexed write costs ten times as much

@@ -90,7 +90,7 @@ class TritonRunner(Runner):
             if frame.identity or step.mode == "window":
                 pool.touch(layer, frame.ids[window])
             if frame.fresh:
-                slots = pool.place(layer, np.asarray(frame.fresh))
+                slots = self.transfer.place(layer, np.asarray(frame.fresh))
                 pool.data[layer].index_fill_(0, self.stager.upload(slots), 0)
         chunk = StagedChunk(self.stager, frame.past, frame.ids, window, frame.first_row, len(step.tokens))
         tokens = self.stager.upload(np.asarray(step.tokens))

@@ -19,7 +19,7 @@ from engine.ops.rope import RopeConfig, Rotary
 from engine.recall.digest import encode_keys, pack_codes, unpack_codes
 from engine.recall.lexical import lexical_scores
 from engine.recall.score import mass, page_lse
-from engine.recall.select import REASONS, choose, control
+from engine.recall.select import HYSTERESIS, REASONS, choose, control
 from engine.recall.window import fits, span
 
 shares = st.builds(
@@ -106,11 +106,20 @@ def test_neighbours_come_along_and_lexical_cannot_crowd_out_keys():
 
 
 def test_a_held_page_stays_until_another_is_clearly_better():
-    scores = np.array([[0.5, 0.55, 0.1]], dtype=np.float32)
+    scores = np.array([[0.3, 0.3 * HYSTERESIS - 0.01, 0.1]], dtype=np.float32)
     eligible = np.ones(3, dtype=bool)
     assert choose(scores, eligible, 1, held=np.array([0])).pages.tolist() == [0]
-    scores[0, 1] = 0.9
+    scores[0, 1] += 0.02
     assert choose(scores, eligible, 1, held=np.array([0])).pages.tolist() == [1]
+
+
+def test_a_page_brings_its_neighbours_once_and_they_stay_beside_it():
+    scores = np.full((1, 12), 0.01, dtype=np.float32)
+    scores[0, 5], eligible = 1.0, np.ones(12, dtype=bool)
+    first = choose(scores, eligible, 3, neighbors=1)
+    assert first.pages.tolist() == [4, 5, 6]
+    assert choose(scores, eligible, 3, neighbors=1, held=first.pages).pages.tolist() == [4, 5, 6]
+    assert choose(scores, eligible, 3, neighbors=1, held=np.array([0, 5, 9])).pages.tolist() == [0, 5, 9]
 
 
 def test_no_lexical_match_selects_nothing_rather_than_the_newest():

@@ -90,9 +90,8 @@ class DevicePool:
         """Slots for pages that have none: free ones first, then those of the pages least recently used. int64 [n]."""
         if len(pages) == 0:
             return np.empty(0, dtype=np.int64)
-        held = self.page_in[layer]
+        held, blocked = self.page_in[layer], self._blocked(layer)
         age = np.where(held < 0, -1, self.last_used[layer])
-        blocked = (age == self.tick) | ((held >= 0) & self.pinned[held])
         age = np.where(blocked, np.iinfo(np.int64).max, age)
         if self.slots - int(blocked.sum()) < len(pages):
             raise EngineError(
@@ -107,6 +106,15 @@ class DevicePool:
         self.slot_of[layer, pages] = slots
         self.last_used[layer, slots] = self.tick
         return slots
+
+    def reusable(self, layer: int) -> int:
+        """Slots that `place` may give away now."""
+        return self.slots - int(self._blocked(layer).sum())
+
+    def _blocked(self, layer: int) -> np.ndarray:
+        """bool [slot]: used in this step, or of a pinned page."""
+        held = self.page_in[layer]
+        return (held >= 0) & ((self.last_used[layer] == self.tick) | self.pinned[held])
 
     def drop(self, pages: list[int]) -> None:
         """Forget these pages in every layer: their ids are free or their contents void."""

@@ -96,12 +96,18 @@ class Transfer:
     def in_flight(self) -> list[int]:
         return [page for pages, _ in self._in_flight for page in pages]
 
+    def place(self, layer: int, pages: np.ndarray) -> np.ndarray:
+        """`DevicePool.place`; where pages whose copies are under way stand in the way, they are waited for."""
+        if self._in_flight and self.pool.reusable(layer) < len(pages):
+            self.settle(wait=True)
+        return self.pool.place(layer, pages)
+
     def fetch(self, layer: int, pages: np.ndarray) -> None:
         """Give these pages slots in `layer` and bring their bytes back from the host."""
         if len(pages) == 0:
             return
         began = time.perf_counter()
-        slots = self.pool.place(layer, pages)
+        slots = self.place(layer, pages)
         try:
             index = torch.from_numpy(slots).to(self.pool.data.device)
             self.pool.data[layer].index_copy_(0, index, self.load(layer, pages))

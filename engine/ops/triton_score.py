@@ -18,7 +18,7 @@ from engine.ops.triton_attention import INTERPRETED, load_turned_rows, turn
 
 PAST, FARTHEST = map(tl.constexpr, (g.PAST, g.FARTHEST))
 WARPS = 1
-UNRANKED = tl.constexpr(2**30)
+UNRANKED = tl.constexpr(2**31 - 1)
 ROUND = tl.constexpr(12582912.0)
 """1.5 x 2^23: the lowest byte of a float32 to which it is added is the nearest integer."""
 

@@ -23,6 +23,7 @@ CANDIDATE, TAKEN = map(tl.constexpr, (g.CANDIDATE, g.TAKEN))
 UNSELECTED, KEY, LEXICAL, NEIGHBOR = map(tl.constexpr, (g.UNSELECTED, g.KEY, g.LEXICAL, g.NEIGHBOR))
 FETCHED = tl.constexpr(g.FETCHED)
 NEVER = tl.constexpr(2**31 - 1)
+NO_TURN = tl.constexpr(2**29)
 OWN_PAGES = 32
 """Pages whose ranks one program counts."""
 
@@ -75,7 +76,8 @@ def _key(
 @triton.jit
 def _rank(
     keys,  # int32 [KV_HEADS, pages]
-    order,  # int32 [pages]: lowered to the best turn of any head
+    why,
+    order,  # int32 [pages]: lowered to twice the best turn of any head, plus 1 if the page was not selected before
     geometry,
     pages,
     KV_HEADS: tl.constexpr,
@@ -95,21 +97,29 @@ def _rank(
             other = tl.load(mine_of + page, mask=page < past, other=-1)
             ahead += (other[None, :] > mine[:, None]).to(tl.int32)
         before = tl.sum(ahead, 1)
-        tl.atomic_min(order + own, before * (2 * KV_HEADS) + head, mask=(mine >= 0) & (before < depth))
+        turn = tl.where((mine >= 0) & (before < depth), before * (2 * KV_HEADS) + head, NO_TURN)
+        fresh = tl.load(why + own, mask=own < past, other=0) == UNSELECTED
+        tl.atomic_min(order + own, turn * 2 + fresh.to(tl.int32), mask=own < past)
+
+
+@triton.jit
+def _beside(order, page, held, mask, KV_HEADS: tl.constexpr):
+    """The turn that `page` gives its neighbour: when it comes in itself, or if the neighbour was there before."""
+    source = tl.load(order + page, mask=mask, other=UNRANKED)
+    return tl.where(((source & 1) == 1) | held, (source >> 1) + KV_HEADS, NO_TURN)
 
 
 @triton.jit
 def _turns(order, role, page, past, KV_HEADS: tl.constexpr, NEIGHBORS: tl.constexpr, PLACES: tl.constexpr):
     """When each page's turn is, distinct for each page (NEVER: not at all); whether as a neighbour; its role."""
-    alone = tl.load(order + page, mask=page < past, other=UNRANKED)
+    own = tl.load(order + page, mask=page < past, other=UNRANKED)
+    alone, held = own >> 1, (own & 1) == 0
     turn = alone
     for distance in tl.static_range(1, NEIGHBORS + 1):
-        beside = tl.load(order + page - distance, mask=(page >= distance) & (page < past), other=UNRANKED)
-        turn = tl.minimum(turn, beside + KV_HEADS)
-        beside = tl.load(order + page + distance, mask=page + distance < past, other=UNRANKED)
-        turn = tl.minimum(turn, beside + KV_HEADS)
+        turn = tl.minimum(turn, _beside(order, page - distance, held, (page >= distance) & (page < past), KV_HEADS))
+        turn = tl.minimum(turn, _beside(order, page + distance, held, page + distance < past, KV_HEADS))
     kind = tl.load(role + page, mask=page < past, other=0)
-    return tl.where((kind == CANDIDATE) & (turn < UNRANKED), turn * PLACES + page, NEVER), turn < alone, kind
+    return tl.where((kind == CANDIDATE) & (turn < NO_TURN), turn * PLACES + page, NEVER), turn < alone, kind
 
 
 @triton.jit
@@ -280,7 +290,7 @@ def rank(scores: PageScores, why: Tensor, role: Tensor, geometry: Tensor, hyster
         num_warps=4,
     )
     _rank[(triton.cdiv(pages, OWN_PAGES), kv_heads)](
-        scores.keys, scores.order, geometry, pages, KV_HEADS=kv_heads, OWN_=OWN_PAGES, OTHERS=512, num_warps=8
+        scores.keys, why, scores.order, geometry, pages, KV_HEADS=kv_heads, OWN_=OWN_PAGES, OTHERS=512, num_warps=8
     )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 HYSTERESIS = 3.0
-"""A page stays selected until another scores so many times better.
+"""A page stays selected until another scores so many times better; the neighbours that came with it stay with it.
 
 Where attention is diffuse (random weights, 131,072 tokens, 136 of 2,048 pages a layer) 1.25 let 92 pages a layer change
 with every token; a page that matters scores many times better than the least of those that are held.
@@ -56,11 +56,12 @@ def choose(
         _take(reasons, rank, eligible, min(lexical_quota, budget), neighbors, REASONS.index("lexical"))
     left = budget - int((reasons >= 0).sum())
     if scores is not None and left > 0:
+        stays = np.zeros(len(eligible), dtype=bool)
         if held is not None and len(held):
-            scores = scores.copy()
-            scores[:, held] *= HYSTERESIS
+            stays[held] = True
+            scores = np.where(stays, scores * HYSTERESIS, scores)
         rank = _rank(scores, eligible, budget)
-        _take(reasons, rank, eligible, left, neighbors, REASONS.index("key"))
+        _take(reasons, rank, eligible, left, neighbors, REASONS.index("key"), stays)
     pages = np.flatnonzero(reasons >= 0)
     return Selection(pages, reasons[pages])
 
@@ -90,12 +91,27 @@ def _rank(scores: np.ndarray, eligible: np.ndarray, depth: int) -> np.ndarray:
     return rank
 
 
-def _take(reasons: np.ndarray, rank: np.ndarray, eligible: np.ndarray, count: int, neighbors: int, reason: int) -> None:
-    """Mark the `count` best ranked pages that are not yet taken; a neighbour comes half a rank after its page."""
+def _take(
+    reasons: np.ndarray,
+    rank: np.ndarray,
+    eligible: np.ndarray,
+    count: int,
+    neighbors: int,
+    reason: int,
+    stays: np.ndarray | None = None,
+) -> None:
+    """Mark the `count` best ranked pages that are not yet taken; a neighbour comes half a rank after its page.
+
+    stays: pages of the selection before. A page brings neighbours when it comes in, and those stay beside it; it does
+    not bring others later, which would go and come with every token.
+    """
     with_neighbors = rank.copy()
+    stays = np.zeros(len(rank), dtype=bool) if stays is None else stays
     for step in range(1, neighbors + 1):
-        with_neighbors[step:] = np.minimum(with_neighbors[step:], rank[:-step] + 0.5)
-        with_neighbors[:-step] = np.minimum(with_neighbors[:-step], rank[step:] + 0.5)
+        after = np.where(~stays[:-step] | stays[step:], rank[:-step] + 0.5, np.inf)
+        before = np.where(~stays[step:] | stays[:-step], rank[step:] + 0.5, np.inf)
+        with_neighbors[step:] = np.minimum(with_neighbors[step:], after)
+        with_neighbors[:-step] = np.minimum(with_neighbors[:-step], before)
     with_neighbors[~eligible | (reasons >= 0)] = np.inf
     order = np.argsort(with_neighbors, kind="stable")[:count]
     order = order[np.isfinite(with_neighbors[order])]
