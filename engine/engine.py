@@ -6,11 +6,13 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from engine import faults
 from engine import prepare as _prepare
 from engine.audit import audit
 from engine.backend import FACTORIES, Factory, Say, choose_backend
@@ -222,6 +224,10 @@ class Engine:
 
     def logits(self, tokens: Seq[int], recall: RecallParams | None = None) -> Tensor:
         """float32 [len(tokens), vocab]: the logits of every position under the engine's settings (and `recall`'s)."""
+        return torch.cat(list(self.logits_by_chunk(tokens, recall)))
+
+    def logits_by_chunk(self, tokens: Seq[int], recall: RecallParams | None = None) -> Iterator[Tensor]:
+        """`logits` in the pieces in which they are computed: all of them at once are vocab x 4 bytes a token."""
         if not len(tokens):
             raise RequestError("there are no tokens to score", "give at least one")
         if len(tokens) > self.capacity.context:
@@ -236,17 +242,41 @@ class Engine:
             self._open_or_raise()
             session = Session(self._runner, settings, self.model.tokenizer)
             self._turns.active.append(session)
-            rows = []
             try:
                 session.phases = self._turns.phases(session)
                 while session.phases:
-                    rows.append(self._turns.next_chunk(session, "all"))
+                    yield self._turns.next_chunk(session, "all")
             except Exception as error:
                 raise named(error) from error
             finally:
                 self._turns.active.remove(session)
                 self._runner.release(session.sequence.pages)
-        return torch.cat(rows)
+
+    def coverage(self, messages: str | Seq[Mapping[str, Any]], recall: RecallParams | None = None) -> list[float]:
+        """By layer: the share of an exact step's attention that recall's window for the same step holds, 0..1.
+
+        The step is the first of the answer; empty where everything fits in the pool.
+        """
+        looks = []
+        token = 0
+        with self._turn:
+            for decode in ("exact", "recall"):
+                params = replace(recall or RecallParams(), decode=decode)
+                session = Session(self._runner, self.prepare(messages, SamplingParams(), params), self.model.tokenizer)
+                self._turns.admit(session)
+                try:
+                    while session.phases:
+                        logits = self._turns.next_chunk(session, "last")
+                    token = token or int(logits[-1].argmax())
+                    self._turns.look(session, token, decode)
+                finally:
+                    self._turns.retire(session)
+                looks.append(session.recall)
+        return looks[1].covered(looks[0])
+
+    def fail_copy(self, after: int) -> None:
+        """Let the copy to the host fail once, `after` pages from now, for the gate that must see nothing lost."""
+        faults.fail_copy(self._runner, after)
 
     def adopt(self, other: Engine, prepared: Prepared) -> int:
         """Copy the pages that `prepared` would resume in `other`: one prefill under several pools. Tokens copied."""
@@ -269,35 +299,13 @@ class Engine:
         """
         if page is None:
             page = next(page for page in self._prefix.pages() if self._runner.pool.slot_of[0, page] < 0)
-        self._host.data[page].view(torch.uint8).view(-1)[0] ^= 1
+        faults.flip_bit(self._runner, page)
         return page
 
     def shuffle_checkpoints(self, seed: int) -> None:
         """Let every checkpoint page hold another one's bytes, for the gate that must notice. Nothing mends it."""
         with self._turn:
-            pages = self._prefix.pages()
-            order = torch.randperm(len(pages), generator=torch.Generator().manual_seed(seed))
-            self._host.data[pages] = self._host.data[torch.tensor(pages)[order]]
-            self._host.seal(pages)
-            self._runner.pool.drop(pages)
-
-    @property
-    def compute(self) -> str:
-        """Device, dtype and threads, each with where it comes from."""
-        transformer = self.model.transformer
-        return explain_compute(self.config, transformer.device, transformer.dtype)
-
-    def unpinned(self, wait: bool = False) -> str:
-        """What of the host store copies slower because the driver pinned no more; `wait` until all was tried."""
-        pinning = self._host.pinning
-        if pinning is None:
-            return ""
-        if wait:
-            pinning.wait()
-        held, whole = pinning.bytes, self._host.bytes
-        if not pinning.done or held == whole:
-            return ""
-        return f"{format_bytes(held)} of the {format_bytes(whole)} of host store are pinned; the rest copies slower"
+            faults.shuffle_pages(self._runner, self._prefix.pages(), seed)
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start and what is where now; plain numbers and strings."""

@@ -177,6 +177,10 @@ class Turns:
             explain=session.prepared.explain,
         )
 
+    def look(self, session: Session, token: int, mode: str) -> None:
+        """Compute `token` next in `mode`; an exact look keeps its attention mass in the session's recall."""
+        self._advance([self._input(session, (token,), mode, observe=mode == "exact")])
+
     def _advance(self, steps: list[StepInput]) -> list[Tensor | None]:
         need = sum(page_count(s.sequence.length + len(s.tokens)) - len(s.sequence.pages) for s in steps)
         self.make_room(need)

@@ -19,7 +19,7 @@ ORDER = [
     ("engine.driven", "engine.staged"),
     ("engine.triton_runner",),
     ("engine.backend",),
-    ("engine.session", "engine.audit"),
+    ("engine.session", "engine.audit", "engine.faults"),
     ("engine.turns",),
     ("engine.engine",),
     ("gates",),

@@ -68,6 +68,7 @@ class Recall:
     kept: Tensor | None = None  # a backend's own record of the last selection: bool-like [layer, page], on its device
     _lexical: np.ndarray | None = None
     _held: dict[int, np.ndarray] = field(default_factory=dict)
+    _spans: dict[int, Span] = field(default_factory=dict)
     _mass: dict[int, list[Tensor]] = field(default_factory=dict)
     _fixed: dict[int, np.ndarray] = field(default_factory=dict)
 
@@ -132,7 +133,7 @@ class Recall:
             chosen = control(self.settings.control, eligible, budget, self._rng)
         else:
             chosen = self._choose(layer, plain, turned, pages, eligible, budget, farthest)
-        self._held[layer] = chosen.pages
+        self._held[layer], self._spans[layer] = chosen.pages, span
         self.selections += 1
         self.pages_selected += len(chosen.pages)
         return chosen
@@ -189,3 +190,15 @@ class Recall:
         if scores is None or scores.shape[1] >= pages:
             return None if scores is None else scores[:, :pages]
         return np.pad(scores, ((0, 0), (0, pages - scores.shape[1])))
+
+    def covered(self, exact: Recall) -> list[float]:
+        """By layer: the share of the attention that `exact` observed which the last step's window would have got.
+
+        Attention to closed pages, the mean over KV heads. Layers without a window of their own are left out.
+        """
+        shares = []
+        for layer in sorted(self._spans.keys() & exact._fixed.keys()):
+            span, mass = self._spans[layer], exact._fixed[layer]
+            window = span.window(self._held[layer])
+            shares.append(float((mass[:, window].sum(1) / mass.sum(1)).mean()))
+        return shares
