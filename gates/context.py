@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from engine.device import resolve_device, resolve_dtype, set_threads
 from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.model.load import LoadedModel, load_model
-from gates.filler import Filler, text_filler
+from gates.filler import Filler, read_filler
 from gates.haystack import TASKS, Counter, Document, build
 from gates.options import GateOptions
 from gates.verdict import Report
@@ -59,14 +58,17 @@ class Context:
     @cached_property
     def filler(self) -> str | Filler:
         """The user's own text, or prose."""
-        return read_haystack(self.options.haystack) if self.options.haystack else "prose"
+        return read_filler(self.options.haystack)
 
-    def document(self, task: str, tokens: int, seed: int, **more: Any) -> Document:
-        """A document in prose or the user's text; a task that no fact table has asks keyed facts under its own name."""
+    def document(self, task: str, tokens: int, seed: int, *, own: bool = True, **more: Any) -> Document:
+        """A document in prose or the user's text; a task that no fact table has asks keyed facts under its own name.
+
+        `own` False: prose whatever the user gave, where the gate quotes what was answered.
+        """
         seam = {"seam": PAGE} if task == "seam" else {}
         kind = task if task in TASKS else "keyed"
         try:
-            built = build(kind, tokens, self.counter, seed, filler=self.filler, **seam, **more)
+            built = build(kind, tokens, self.counter, seed, filler=self.filler if own else "prose", **seam, **more)
         except ValueError as error:
             raise ConfigError(str(error), "--length with more tokens, or another --haystack") from None
         return replace(built, task=task)
@@ -114,18 +116,6 @@ def _version() -> str:
         return version("kvring")
     except PackageNotFoundError:
         return "not installed"
-
-
-def read_haystack(path: str) -> Filler:
-    """A text file as filler; ConfigError where it can't be one. Its name is not kept: reports name no paths."""
-    try:
-        return text_filler(Path(path).read_text(encoding="utf-8"), "own text")
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not UTF-8 text", "convert it, or give another file") from None
-    except OSError as error:
-        raise ConfigError(f"{path} can't be read: {error.strerror}", "give a text file") from None
-    except ValueError:
-        raise ConfigError(f"{path} holds no text", "give a file with a few sentences or lines") from None
 
 
 def load_context(config: EngineConfig, options: GateOptions, say: Say) -> Context:

@@ -12,10 +12,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
+
+from engine.errors import ConfigError
 
 Stream = Callable[[Random], Iterator[str]]
 
+LONGEST_UNIT = 400  # characters of a user's text between two facts, whatever it has for sentences
 HELD_OUT = ("log", "table")  # kinds that training never sees
 
 
@@ -43,7 +47,8 @@ def filler(name: str, joiner: str = " ") -> Callable[[Stream], Stream]:
 
 def text_filler(text: str, name: str = "text") -> Filler:
     """Any text as a filler: its sentences or lines in their order, from the start again at the end."""
-    units = [unit.strip() for unit in re.split(r"(?<=[.!?。！？])\s+|\n+", text) if unit.strip()]
+    sentences = (unit.strip() for unit in re.split(r"(?<=[.!?])\s+|(?<=[。！？])\s*|\n+", text))
+    units = [unit[at : at + LONGEST_UNIT] for unit in sentences for at in range(0, len(unit), LONGEST_UNIT)]
     if not units:
         raise ValueError("the filler text is empty")
 
@@ -52,6 +57,20 @@ def text_filler(text: str, name: str = "text") -> Filler:
             yield from units
 
     return Filler(name, "\n" if "\n" in text.strip() else " ", stream)
+
+
+def read_filler(path: str | None) -> str | Filler:
+    """A text file as filler, or prose; ConfigError where it can't be. Its name is not kept: reports name no paths."""
+    if path is None:
+        return "prose"
+    try:
+        return text_filler(Path(path).read_text(encoding="utf-8"), "own text")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not UTF-8 text", "convert it, or give another file") from None
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read: {error.strerror}", "give a text file") from None
+    except ValueError:
+        raise ConfigError(f"{path} holds no text", "give a file with a few sentences or lines") from None
 
 
 # --- words ------------------------------------------------------------

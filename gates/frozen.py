@@ -18,9 +18,12 @@ Arms = dict[tuple[str, str], Arm]
 class Frozen:
     """`with Frozen(...) as frozen`: `main` prefills the document; other engines adopt its pages when first used."""
 
-    def __init__(self, context: Context, exam: Exam, pools: dict[str, int], room: int = 1024) -> None:
-        """`pools`: tokens by name, "pool" among them; `room`: tokens for questions and answers beside the document."""
-        self._context, self._exam, self._pools = context, exam, pools
+    def __init__(self, context: Context, exam: Exam, pools: dict[str, int], room: int = 1024, **others: int) -> None:
+        """`pools`: tokens by name, "pool" among them; `room`: tokens for questions and answers beside the document.
+
+        `others`: engine settings of every pool but "pool".
+        """
+        self._context, self._exam, self._pools, self._others = context, exam, pools, others
         self._size = exam.tokens + room
         self._opening = RecallParams(prefill=context.prefill)
         self.main = context.engine(max_context=self._size, kv_capacity=pools["pool"])
@@ -42,7 +45,7 @@ class Frozen:
         """The engine of that pool, with the document's pages in its store."""
         if where not in self._engines:
             capacity = min(self._pools[where], -(-self._size // 64) * 64)
-            engine = self._context.engine(max_context=self._size, kv_capacity=capacity)
+            engine = self._context.engine(max_context=self._size, kv_capacity=capacity, **self._others)
             self._engines[where] = engine
             engine.adopt(self.main, self._prepared(None))
         return self._engines[where]

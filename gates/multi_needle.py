@@ -88,7 +88,7 @@ def run(context: Context, tokens: int = GATE_TOKENS, trials: int = 6) -> Report:
         def say(what: str, share: float, number: int = number) -> None:
             context.say(what, (number + share) / len(work))
 
-        size = tokens // 4 if task == SEAM and quick else tokens
+        size = tokens // 4 if task == SEAM else tokens  # what lies beside a page doesn't depend on the length
         document = context.document(task, size, seed, asked=2 * trials)
         say(f"{task}: {document.tokens:,} tokens, prefill {context.prefill}", 0.0)
         pools = {"pool": context.pool(POOL, document.tokens), "larger": LARGER_POOL, "fitting": document.tokens + 1024}

@@ -14,6 +14,7 @@ class GateOptions:
     grid: bool = False  # long-problem: a map over depth and length
     length: int | None = None  # long-problem, suite and servers: of the longest prompt
     budget: int | None = None  # suite: of the pool; None = 1/16 of the length
+    tasks: tuple[str, ...] = ()  # suite: none = every one
     haystack: str | None = None  # the user's own text as filler
     timeout: float = 600.0  # seconds that a server may take for one answer
 

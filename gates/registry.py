@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,8 @@ from gates.options import GateOptions
 
 if TYPE_CHECKING:
     from engine.config import EngineConfig
+    from gates.context import Context
+    from gates.remote import Server
     from gates.verdict import Report
 
 
@@ -27,6 +29,7 @@ class Gate:
 
 
 ALL = "all"
+SUITE = "suite"
 GATES = {
     gate.name: gate
     for gate in (
@@ -45,8 +48,8 @@ GATES = {
         ),
         Gate(
             "fits",
-            "where the pool holds the context every logit is the dense engine's, bit for bit",
-            "a page dropped",
+            "where the pool holds the context every logit is the dense engine's, bit for bit, and the plain formula's",
+            "a page dropped; keys one position late; a window one page short",
             "gates.fits",
         ),
         Gate(
@@ -55,16 +58,54 @@ GATES = {
             "one flipped bit in one host page",
             "gates.lossless",
         ),
+        Gate(
+            "perplexity",
+            "on 100,000 tokens the ring's logits are the dense engine's, bit for bit, and its NLL where pages stream",
+            "recall off; every second page hidden",
+            "gates.perplexity",
+        ),
+        Gate(
+            "reuse",
+            "a follow-up turn pays for its new tokens only, 20 times sooner, and answers as a cold run does",
+            "reuse off; another first word",
+            "gates.reuse",
+        ),
+        Gate(
+            "resend",
+            "the same request again, after a cancel, or after a copy that failed at any page, is answered alike",
+            "a failed copy that is answered; a flipped bit in a resident page",
+            "gates.resend",
+        ),
+        Gate(
+            "agreement",
+            "recall says word for word what exact attention says, for every kind of fact",
+            "recall off",
+            "gates.agreement",
+        ),
+        Gate(
+            "arch",
+            "a real server warns when it answers over its pool with recall off, and only then",
+            "a pool larger than the prompt, or recall on, that warns all the same",
+            "gates.arch",
+        ),
+        Gate(
+            SUITE,
+            "recall keeps what the model can do itself, on eleven tasks; those it can't do are marked and not counted",
+            "recall clearly worse than dense on a task where the control without recall is",
+            "gates.suite",
+        ),
     )
 }
 
 
 def known(names: list[str]) -> list[str]:
-    """The gates that were asked for, each once; `all` is every one. ConfigError for a name that is none."""
+    """The gates that were asked for, each once; `all`: every one but the suite. ConfigError for a name that is none."""
     for name in names:
         if name not in GATES and name != ALL:
             raise ConfigError(f"there is no gate '{name}'", f"one of {', '.join(GATES)}, or {ALL}")
-    return list(dict.fromkeys(gate for name in names for gate in (GATES if name == ALL else [name])))
+    return list(
+        dict.fromkeys(gate for name in names for gate in ([n for n in GATES if n != SUITE] if name == ALL else [name]))
+    )
 
 
 def run_gate(
@@ -73,22 +114,51 @@ def run_gate(
     options: GateOptions | None = None,
     progress: Callable[[str, float], None] = lambda what, share: None,
 ) -> Report:
-    """Load `config.model` (a path) and run one gate under the user's settings.
+    """Load `config.model` (a path) and run one gate under the user's settings."""
+    (name,) = known([name])
+    from gates.context import load_context
+
+    return run_in(name, load_context(config, options or GateOptions(), progress))
+
+
+def run_in(name: str, context: Context, **sizes: int) -> Report:
+    """Run one gate with a loaded model; `sizes` other than the gate's own, for tests.
 
     An error of the engine in the middle of a gate is a finding: FAIL with what it said. What can't be run at all
     (ConfigError, RequestError) is raised.
     """
-    (name,) = known([name])
     from engine.result import AuditError
-    from gates.context import load_context
     from gates.verdict import Check, Report
 
     began = time.perf_counter()
-    context = load_context(config, options or GateOptions(), progress)
     try:
-        report = import_module(GATES[name].module).run(context)
+        report = import_module(GATES[name].module).run(context, **sizes)
     except (EngineError, AuditError) as error:
         failed = Check("the engine went through it", False, error.message)
         report = Report(name, checks=[failed], environment=context.environment()).judge()
+    return _finished(report, began, context.options)
+
+
+def _finished(report: Report, began: float, options: GateOptions) -> Report:
+    """With the user's own text no answer stands in the report: it may quote it."""
     report.seconds = time.perf_counter() - began
+    if options.haystack:
+        for arm in report.arms:
+            arm.outcomes = [replace(outcome, said="left out: the text is yours") for outcome in arm.outcomes]
     return report
+
+
+def server(base: str, model: str | None, options: GateOptions) -> Server:
+    """The server behind an address; ConfigError where none answers."""
+    from gates.remote import Server
+
+    return Server(base, model, options.timeout)
+
+
+def run_remote(name: str, server: Server, options: GateOptions, progress: Callable[[str, float], None]) -> Report:
+    """The black-box arms of one gate against a server."""
+    from gates.black_box import run
+    from gates.filler import read_filler
+
+    began = time.perf_counter()
+    return _finished(run(name, server, options, progress, read_filler(options.haystack)), began, options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 from gates.interval import clopper_pearson
@@ -11,9 +12,21 @@ EXIT = {"PASS": 0, "FAIL": 1, "BLIND": 3, "WEAK MODEL": 4, "INCONCLUSIVE": 5}
 WORST_FIRST = ("FAIL", "BLIND", "WEAK MODEL", "INCONCLUSIVE", "PASS")
 
 
-def worst(reports: list[Report]) -> str:
+def worst(reports: Sequence[Report]) -> str:
     """The verdict over several gates: the one that should worry most."""
     return min((report.verdict for report in reports), key=WORST_FIRST.index)
+
+
+def to_json(reports: Sequence[Report], command: str) -> dict[str, object]:
+    """Several gates in one object; `command` is what repeats the run."""
+    verdict = worst(reports)
+    return {
+        "schema": SCHEMA,
+        "verdict": verdict,
+        "exit_code": EXIT[verdict],
+        "command": command,
+        "reports": [report.to_json() for report in reports],
+    }
 
 
 @dataclass(frozen=True)
@@ -133,7 +146,6 @@ class Report:
 
     def to_json(self) -> dict[str, object]:
         return {
-            "schema": SCHEMA,
             "gate": self.gate,
             "verdict": self.verdict,
             "exit_code": self.exit_code,
