@@ -20,7 +20,6 @@ from gates import registry
 from gates.verdict import Arm, Check, Outcome, Report
 from kvring_cli import console, strip, version
 from kvring_cli.app import call
-from kvring_cli.commands import gate
 from tests.models import phantom_folder
 from tests.test_switches import ANY_VALUE
 
@@ -236,7 +235,6 @@ def test_the_gate_command_shows_the_table_and_exits_with_the_worst_verdict(monke
     assert '"verdict": "BLIND"' in file.read_text()
     assert call(["gate", "fits", "-m", str(tmp_path), "--json", "/nope/x"]) == 1
     assert call(["gate", "--list"]) == 0 and "turns red" in capsys.readouterr().out
-    assert [gate.worst(codes) for codes in ([0, 5, 1], [0, 5, 4, 3], [5, 0], [0], [])] == [1, 3, 5, 0, 0]
 
 
 def test_the_strip_marks_the_pages_that_were_selected_most_and_says_of_the_others_where_they_were():

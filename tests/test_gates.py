@@ -103,15 +103,6 @@ def test_losing_is_only_called_so_beyond_chance():
     assert sign_test(0, 0) == 1.0 and sign_test(4, 0) == 0.0625 and sign_test(5, 0) < 0.05 < sign_test(5, 1)
 
 
-@pytest.mark.parametrize("name", sorted(GATES))
-def test_every_gate_passes_on_the_phantom_here(name):
-    report = run_gate(name, EngineConfig(model=str(phantom_folder())), GateOptions(quick=True))
-    assert report.verdict == "PASS", report.reasons
-    controls = [arm for arm in report.arms if arm.kind == "control"] + [c for c in report.checks if c.control]
-    assert controls, "a gate without a control proves nothing"
-    assert report.to_json()["exit_code"] == 0
-
-
 def test_recall_off_by_the_users_switch_turns_the_gate_red():
     report = run_gate(
         "multi-needle", EngineConfig(model=str(phantom_folder()), retrieve="off"), GateOptions(quick=True)
@@ -119,13 +110,3 @@ def test_recall_off_by_the_users_switch_turns_the_gate_red():
     assert report.exit_code == 1 and "NINFER_KV_RETRIEVE" in report.reasons[0]
     default = next(arm for arm in report.arms if arm.name == "default")
     assert default.hits <= 1 and default.hidden_pages > 0 and default.pages_selected == 0
-
-
-def test_a_scorer_that_falls_back_to_the_newest_pages_is_caught(monkeypatch):
-    import engine.recall.recall as recall
-
-    def newest(scores, eligible, budget, **_):
-        return recall.control("newest", eligible, budget, None)
-
-    monkeypatch.setattr(recall, "choose", newest)
-    assert run_gate("multi-needle", EngineConfig(model=str(phantom_folder())), GateOptions(quick=True)).exit_code == 1

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from engine.errors import ConfigError, KVRingError
+from engine.switches import SETTINGS
 from engine.units import parse_tokens
 from kvring_cli import console
 from kvring_cli.options import Flags, Verbose, engine_options
 
 if TYPE_CHECKING:
+    from engine.switches import Resolved
+    from gates.options import GateOptions
     from gates.verdict import Report
-
-WORST_FIRST = (1, 3, 4, 5)
-"""FAIL, BLIND, WEAK MODEL, INCONCLUSIVE: the exit codes by how much they should worry."""
 
 WIDTH = 120  # of a table that goes to a file or a pipe
 
@@ -34,13 +36,32 @@ def gate(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer trials, for CI.")] = False,
     seeds: Annotated[int, typer.Option("--seeds", min=1, max=1000, help="Documents a task.")] = 1,
     length: Annotated[
-        str | None, typer.Option("--length", metavar="TOKENS", help="Tokens of the longest prompt (260K = 266240).")
+        str | None,
+        typer.Option("--length", "--context", metavar="TOKENS", help="Of the longest prompt (260K = 266240)."),
+    ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option("--budget", metavar="TOKENS", help="suite: of the pool. Left out: a 16th of it."),
+    ] = None,
+    tasks: Annotated[
+        str | None, typer.Option("--tasks", metavar="NAMES", help="suite: some tasks, with commas between.")
     ] = None,
     grid: Annotated[bool, typer.Option("--grid", help="long-problem: a map over depth and length as well.")] = False,
     haystack: Annotated[
         str | None, typer.Option("--haystack", metavar="FILE", help="Hide the facts in this text instead of prose.")
     ] = None,
+    base_url: Annotated[
+        str | None, typer.Option("--base-url", metavar="URL", help="Ask this OpenAI-compatible server instead.")
+    ] = None,
+    served_model: Annotated[
+        str | None, typer.Option("--served-model", metavar="NAME", help="The server's name for its model.")
+    ] = None,
+    timeout: Annotated[float, typer.Option("--timeout", min=1, help="Seconds for one answer of a server.")] = 600,
     report: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the reports as JSON.")] = None,
+    html: Annotated[str | None, typer.Option("--html", metavar="FILE", help="Write one page that can be sent.")] = None,
+    junit: Annotated[
+        str | None, typer.Option("--junit", metavar="FILE", help="Write the reports as JUnit XML.")
+    ] = None,
     list_gates: Annotated[bool, typer.Option("--list", help="Name the gates and what each proves.")] = False,
     verbose: Verbose = False,
     flags: Flags,
@@ -48,6 +69,7 @@ def gate(
     """Prove a claim on this machine with this model, beside controls that must fail. Exit code: the verdict's."""
     from gates import registry
     from gates.options import GateOptions
+    from gates.verdict import EXIT, worst
     from kvring_cli.start import settle
 
     if list_gates:
@@ -58,31 +80,34 @@ def gate(
         raise console.BadUsage("there is no gate to run", f"one of {', '.join(registry.GATES)}, or {registry.ALL}")
     try:
         names = registry.known(names)
-        tokens = parse_tokens(length) if length else None
-    except (ConfigError, ValueError) as error:
-        message, fix = getattr(error, "message", f"--length is '{length}'"), getattr(error, "fix", "a number of tokens")
-        raise console.BadUsage(message, fix) from None
-    if report is not None:
-        _writable(report)
-    options = GateOptions(quick=quick, seeds=seeds, grid=grid, length=tokens, haystack=haystack)
-    config = settle(model, flags, verbose).config
+        tokens, pool = (parse_tokens(text) if text else None for text in (length, budget))
+    except ConfigError as error:
+        raise console.BadUsage(error.message, error.fix) from None
+    files = {"--json": report, "--html": html, "--junit": junit}
+    for flag, path in files.items():
+        if path is not None:
+            _writable(flag, path)
+    some = tuple(filter(None, (tasks or "").replace(" ", "").split(",")))
+    options = GateOptions(quick, seeds, grid, tokens, pool, some, haystack, timeout)
+    if base_url:
+        server = registry.server(base_url, served_model, options)
+        again = shlex.join(["kvring", "gate", *names, "--base-url", "URL", *option_words(options)])
+    else:
+        resolved = settle(model, flags, verbose)
+        again = repeat(names, model, options, resolved)
     reports: list[Report] = []
     for name in names:
         with GateProgress(name) as progress:
-            found = registry.run_gate(name, config, options, progress)
+            if base_url:
+                found = registry.run_remote(name, server, options, progress)
+            else:
+                found = registry.run_gate(name, resolved.config, options, progress)
         if reports:
             console.write("\n")
         reports.append(found)
         show(found)
-    if report is not None:
-        _write(report, reports)
-    raise typer.Exit(worst(found.exit_code for found in reports))
-
-
-def worst(codes: Any) -> int:
-    """Of several verdicts' exit codes."""
-    codes = set(codes)
-    return next((code for code in WORST_FIRST if code in codes), max(codes, default=0))
+        _write_all(files, reports, again)  # after each, so that what a later one breaks off is not lost
+    raise typer.Exit(EXIT[worst(reports)])
 
 
 def show(report: Report) -> None:
@@ -159,18 +184,48 @@ class GateProgress:
         self._last = what
 
 
-def _writable(path: str) -> None:
+def repeat(names: list[str], model: str, options: GateOptions, resolved: Resolved) -> str:
+    """The command that runs these gates again; files and folders by their last name only."""
+    words = ["kvring", "gate", *names, "--model", Path(model).name, *option_words(options)]
+    for setting in SETTINGS:
+        value = resolved.sources[setting.field].value
+        if value != setting.default:
+            shown = f"{value}B" if setting.field.endswith("_bytes") else str(value)
+            switch = [setting.flag] if value is True else [f"--no-{setting.flag[2:]}"]
+            words += switch if setting.boolean else [setting.flag, shown]
+    return shlex.join(words)
+
+
+def option_words(options: GateOptions) -> list[str]:
+    words: list[str] = []
+    for field in fields(options):
+        value = getattr(options, field.name)
+        if value != field.default:
+            shown = ",".join(value) if isinstance(value, tuple) else str(value)
+            words += [f"--{field.name}"] if value is True else [f"--{field.name}", Path(shown).name]
+    return words
+
+
+def _writable(flag: str, path: str) -> None:
     """Before minutes of work, not after."""
     folder = Path(path).parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise KVRingError(f"{path} can't be written", "another path for --json")
+    if Path(path).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise KVRingError(f"{path} can't be written", f"another path for {flag}")
 
 
-def _write(path: str, reports: list[Report]) -> None:
-    """One report is the object itself, several are a list."""
-    values = [report.to_json() for report in reports]
-    try:
-        text = json.dumps(values[0] if len(values) == 1 else values, indent=2, ensure_ascii=False)
-        Path(path).write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise KVRingError(f"{path} can't be written: {error.strerror}", "another path for --json") from None
+def _write_all(files: dict[str, str | None], reports: list[Report], command: str) -> None:
+    from gates.html import to_html
+    from gates.junit import to_junit
+    from gates.verdict import to_json
+
+    makers = {
+        "--json": lambda: json.dumps(to_json(reports, command), indent=2, ensure_ascii=False) + "\n",
+        "--html": lambda: to_html(reports, command),
+        "--junit": lambda: to_junit(reports),
+    }
+    for flag, path in files.items():
+        if path is not None:
+            try:
+                Path(path).write_text(makers[flag](), encoding="utf-8")
+            except OSError as error:
+                raise KVRingError(f"{path} can't be written: {error.strerror}", f"another path for {flag}") from None

@@ -1,0 +1,101 @@
+"""The risk: a task whose right answer is not in its document, stands where everything is seen, or can be guessed."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from gates.context import Context
+from gates.facts import matches
+from gates.filler import FILLERS, read_filler, text_filler
+from gates.haystack import build
+from gates.options import GateOptions
+from gates.ruler import PAPERS, make_paper
+from gates.suite import run
+from tests.models import phantom_folder
+from tests.test_haystack import COUNT, encode
+
+tasks = st.sampled_from(sorted(PAPERS))
+
+
+@settings(deadline=None, max_examples=15)
+@given(task=tasks, seed=st.integers(0, 10**6), tokens=st.integers(3_000, 6_000))
+def test_every_paper_holds_its_answers_and_its_length(task, seed, tokens):
+    paper = make_paper(task, tokens, COUNT, seed, "prose")
+    assert 0.6 * tokens <= paper.tokens <= 1.02 * tokens
+    for ask in paper.asks:
+        messages = paper.messages(ask)
+        document = "\n".join(message["content"] for message in messages).removesuffix(ask.text)
+        assert all(matches(document, value) for value in ask.values)
+        assert ask.answered(f"It is {' and '.join(ask.values)}.")
+        assert not ask.answered(" ".join(ask.values[:-1])) and not ask.answered("")
+        assert [message["role"] for message in messages][::2] == ["user"] * (len(messages) // 2 + 1)
+    assert paper == make_paper(task, tokens, COUNT, seed, "prose")
+    assert paper != make_paper(task, tokens, COUNT, seed + 1, "prose")
+
+
+@pytest.mark.parametrize("task", sorted(set(PAPERS) - {"frequent"}))
+def test_no_asked_value_stands_among_the_newest_pages(task):
+    paper = make_paper(task, 12_000, COUNT, 3, "prose")
+    for ask in paper.asks:
+        text = "\n".join(message["content"] for message in paper.messages(ask))
+        last = max(text.rindex(value) for value in ask.values if value not in ask.text)
+        assert len(encode(text[last:])) > 700
+
+
+def test_what_is_too_short_is_refused_with_numbers():
+    with pytest.raises(ValueError, match="don't fit"):
+        make_paper("multi-value", 300, COUNT, 1, "prose")
+
+
+CHINESE = "春天来临时，老师在河边慢慢地看书。邻居说，傍晚要到市场里去准备晚饭！" * 40
+CODE = "\n".join(f"def f{i}(x):\n    return x * {i}  # step {i}" for i in range(200))
+
+
+OWN = {"chinese": CHINESE, "code": CODE, "run-on": "no stop at all " * 3_000, "solid": "x" * 50_000}
+
+
+@pytest.mark.parametrize("text", OWN.values(), ids=OWN)
+def test_any_text_makes_a_haystack_of_the_length_that_was_asked(text):
+    document = build("keyed", 6_000, COUNT, 1, filler=text_filler(text, "own"))
+    assert abs(document.tokens - 6_000) <= 8
+    assert all(document.text.count(fact.text) == 1 for fact in document.asked)
+
+
+def test_a_text_that_gives_the_answers_away_is_refused_or_left_out():
+    plain = "The weather was fine that day.\n" * 50
+    document = build("keyed", 2_000, COUNT, 1, filler=text_filler(plain, "own"), asked=2)
+    giving = plain + "".join(f"They say it is {fact.expected} there.\n" for fact in document.asked)
+    again = build("keyed", 2_000, COUNT, 1, filler=text_filler(giving, "own"), asked=2)
+    assert all(again.text.count(fact.expected) == 1 for fact in again.asked)
+    with pytest.raises(ValueError, match="collides"):
+        build("lines", 2_000, COUNT, 1, filler=text_filler("As line 1 says, so does line 2.\n" * 50, "own"), asked=2)
+
+
+def test_a_haystack_that_is_no_text_is_refused(tmp_path):
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\x01")
+    (tmp_path / "empty").write_text(" \n")
+    for name, said in (("binary", "not UTF-8"), ("empty", "holds no text"), ("missing", "can't be read")):
+        with pytest.raises(ConfigError, match=said):
+            read_filler(str(tmp_path / name))
+    assert read_filler(None) == "prose" and "prose" in FILLERS
+
+
+def suite(phantom, **options):
+    context = Context(EngineConfig(str(phantom_folder())), phantom, GateOptions(**options), lambda what, share: None)
+    return run(context)
+
+
+def test_the_suite_marks_what_the_model_cannot_do_and_counts_the_rest(phantom):
+    report = suite(phantom, quick=True, length=2_500, tasks=("keyed", "variables"))
+    assert report.verdict == "PASS" and [check.name.split(":")[0] for check in report.checks] == ["keyed"]
+    assert any(note.startswith("variables: not counted") for note in report.notes)
+
+
+def test_the_suite_without_a_task_that_counts_says_weak_model(phantom):
+    assert suite(phantom, quick=True, length=2_500, tasks=("variables",)).verdict == "WEAK MODEL"
+    with pytest.raises(ConfigError, match="no task 'nonsense'"):
+        suite(phantom, tasks=("nonsense",))
