@@ -307,6 +307,24 @@ class Engine:
         with self._turn:
             faults.shuffle_pages(self._runner, self._prefix.pages(), seed)
 
+    @property
+    def compute(self) -> str:
+        """Device, dtype and threads, each with where it comes from."""
+        transformer = self.model.transformer
+        return explain_compute(self.config, transformer.device, transformer.dtype)
+
+    def unpinned(self, wait: bool = False) -> str:
+        """What of the host store copies slower because the driver pinned no more; `wait` until all was tried."""
+        pinning = self._host.pinning
+        if pinning is None:
+            return ""
+        if wait:
+            pinning.wait()
+        held, whole = pinning.bytes, self._host.bytes
+        if not pinning.done or held == whole:
+            return ""
+        return f"{format_bytes(held)} of the {format_bytes(whole)} of host store are pinned; the rest copies slower"
+
     def stats(self) -> dict[str, Any]:
         """Counters since the start and what is where now; plain numbers and strings."""
         runner = self._runner

@@ -84,7 +84,7 @@ def _exams(context: Context, task: str, tokens: int) -> Iterator[tuple[Exam, Exa
 
 def _run(context: Context, exam: Exam, short: Exam | None, pool: int, arms: Arms, say) -> None:
     """One exam: prefilled where everything fits, adopted by the small pool; with compact positions in that itself."""
-    answer = PAPERS[exam.task][1] if exam.task in PAPERS else ANSWER
+    answer = PAPERS[exam.task][1] if exam.task in PAPERS else 2 * ANSWER  # a real model says a sentence
     prefill = "recall" if short else "exact"
     dense = ArmSpec("dense", "shown", plain("exact", decode="exact"))
     specs = [
