@@ -119,8 +119,8 @@ def sink_dropped(patch):
 def neighbours_dropped(patch):
     take = select._take
 
-    def alone(reasons, rank, eligible, count, neighbors, reason):
-        take(reasons, rank, eligible, count, 0, reason)
+    def alone(reasons, rank, eligible, count, neighbors, *more):
+        take(reasons, rank, eligible, count, 0, *more)
 
     patch.setattr(select, "_take", alone)
 
