@@ -18,8 +18,8 @@ from engine.config import PAGE, EngineConfig
 from engine.kv.transfer import Transfer
 from engine.recall.digest import Digests
 from engine.recall.window import Span
-from engine.runner import Runner
 from engine.session import Session
+from engine.step import Frame
 from gates.context import Context
 from gates.options import GateOptions
 from gates.registry import known, run_in
@@ -92,13 +92,7 @@ def digest_stale(patch):
 
 
 def keys_at_the_wrong_offset(patch):
-    frame = Runner._frame
-
-    def shifted(self, step):
-        made = frame(self, step)
-        return replace(made, offset_turns=self.model.rope.cos_sin(made.rows % PAGE + 1))
-
-    patch.setattr(Runner, "_frame", shifted)
+    patch.setattr(Frame, "offset_turns", property(lambda self: self.rope.cos_sin(self.rows % PAGE + 1)))
 
 
 def window_a_page_short(patch):

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from gates.context import Context
 from gates.interval import clopper_pearson, sign_test
 from gates.options import GateOptions
-from gates.registry import GATES, known, run_gate
+from gates.registry import GATES, known, run_gate, run_in
 from gates.verdict import Arm, Check, Outcome, Report
 from tests.models import phantom_folder
 
@@ -103,10 +104,10 @@ def test_losing_is_only_called_so_beyond_chance():
     assert sign_test(0, 0) == 1.0 and sign_test(4, 0) == 0.0625 and sign_test(5, 0) < 0.05 < sign_test(5, 1)
 
 
-def test_recall_off_by_the_users_switch_turns_the_gate_red():
-    report = run_gate(
-        "multi-needle", EngineConfig(model=str(phantom_folder()), retrieve="off"), GateOptions(quick=True)
-    )
+def test_recall_off_by_the_users_switch_turns_the_gate_red(phantom):
+    config = EngineConfig(model=str(phantom_folder()), retrieve="off")
+    context = Context(config, phantom, GateOptions(quick=True), lambda what, share: None)
+    report = run_in("multi-needle", context, tokens=12_000)
     assert report.exit_code == 1 and "NINFER_KV_RETRIEVE" in report.reasons[0]
     default = next(arm for arm in report.arms if arm.name == "default")
     assert default.hits <= 1 and default.hidden_pages > 0 and default.pages_selected == 0
