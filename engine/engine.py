@@ -35,6 +35,7 @@ from engine.kv.pinning import CudaRegistrar
 from engine.kv.pool import DevicePool
 from engine.model.load import LoadedModel, load_model
 from engine.ops.attention import SEGMENT
+from engine.ops.geometry import STAGED_PAGES
 from engine.platform import Platform, this_platform
 from engine.prefix import PrefixIndex
 from engine.prepare import Prepared
@@ -80,7 +81,7 @@ class Engine:
             free_memory(device, platform),
             weight_bytes=transformer.weight_bytes,
             digest_token_bytes=digest_token_bytes(kind, shape, device.type) if kind else 0,
-            staging_pages=SEGMENT,
+            staging_pages=STAGED_PAGES if device.type == "cuda" else SEGMENT,
         )
         pages, began = self.capacity.host_pages, time.perf_counter()
         pinnable = device.type == "cuda" and config.host_memory != "pageable"

@@ -19,12 +19,11 @@ from engine.config import PAGE
 from engine.kv.pool import DevicePool
 from engine.kv.transfer import Transfer
 from engine.ops import cuda_flash, triton_pages
+from engine.ops.geometry import STAGED_PAGES as SEGMENT
 from engine.ops.geometry import Turns
 from engine.ops.rope import Rotary
 from engine.ops.triton_layers import merge_into
 
-SEGMENT = 256
-"""Pages a segment: 16,384 keys, where cuDNN runs at its full rate and merging costs a twentieth."""
 UNITS = 128
 COLD_UNITS = 16
 """Programs that lay out a segment with cold pages: enough for PCIe, few beside the attention that runs meanwhile."""

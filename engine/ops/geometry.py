@@ -13,6 +13,10 @@ from torch import Tensor
 from engine.config import PAGE
 from engine.ops.rope import Rotary
 
+STAGED_PAGES = 256
+"""Pages of one of the two staging parts that large chunks stream through on a card: 16,384 keys, where cuDNN runs at
+its full rate and merging costs a twentieth."""
+
 PAST, FIRST, OWN, WINDOW, LEFT, DEPTH, FARTHEST, TICK = range(8)
 """pages before the chunk's own; tokens that the first own page held; own pages; past pages in the window; pages that
 scores may choose; ranks that count in a KV head; the largest distance scored with; the clock of last use"""
