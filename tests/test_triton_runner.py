@@ -154,9 +154,7 @@ def test_a_step_that_fails_half_way_leaves_the_tables_true(pair, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(
-    not CUDA, reason="a thousand cancels; test_turns has the torch runner's"
-)
+@pytest.mark.skipif(not CUDA, reason="a thousand cancels; test_turns has the torch runner's")
 def test_cancels_at_random_leave_no_trace(pair):
     random = np.random.default_rng(5)
     _, engine = pair(kv_capacity=768)
