@@ -328,9 +328,14 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start and what is where now; plain numbers and strings."""
-        runner = self._runner
-        runner.transfer.settle()
-        return self._stats.snapshot(self, runner, len(self._prefix))
+        with self._turn:  # reading the tables calls them home from the device, which a step in the middle must not see
+            self._runner.transfer.settle()
+            return self._stats.snapshot(self, self._runner, len(self._prefix))
+
+    @property
+    def degraded(self) -> str:
+        """Why something slower than was meant serves: a faster backend, or its graphs; empty where nothing does."""
+        return "; ".join(filter(None, (self.backend.degraded, self._runner.degraded)))
 
     def audit(self, deep: bool = False) -> dict[str, int]:
         """Check the invariants of kv/page.py; AuditError names each that does not hold. `deep` compares bytes."""

@@ -48,6 +48,7 @@ class Runner:
         self.compact = compact
         self.logical_pages = logical_pages
         self.steps: Counter[str] = Counter()  # by who drove them
+        self.degraded = ""  # why steps take a slower way than was meant
 
     @torch.inference_mode()
     def step(self, steps: Sequence[StepInput]) -> list[Tensor | None]:

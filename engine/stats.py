@@ -36,7 +36,7 @@ class EngineStats:
         return {
             **self.__dict__,
             "backend": engine.backend.name,
-            "backend_degraded": engine.backend.degraded,
+            "backend_degraded": engine.degraded,
             "pool_pages": pool.slots,
             "pool_pages_used": int((pool.page_in[0] >= 0).sum()),
             "pool_bytes": pool.bytes,

@@ -55,6 +55,7 @@ class TritonRunner(Runner):
 
     def collect(self) -> None:
         self.driven.collect()
+        self.degraded = self.driven.graph_failure
 
     def _compute(self, frames: list[Frame]) -> list[Tensor | None]:
         if all(self.driven.serves(frame) for frame in frames):

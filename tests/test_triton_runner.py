@@ -169,3 +169,10 @@ def test_cancels_at_random_leave_no_trace(pair):
         engine.audit(deep=True)
     engine.forget()
     assert answer(engine).tokens == wanted
+
+
+def test_graphs_that_cannot_be_captured_are_said(pair):
+    _, engine = pair(kv_capacity=2048)
+    assert engine.degraded == engine.stats()["backend_degraded"] == ""
+    engine._runner.driven.graph_failure = "CUDA graph capture failed: out of memory"
+    assert "capture failed" in engine.stats()["backend_degraded"] and "capture failed" in engine.degraded

@@ -27,8 +27,8 @@ async def health(request: Request) -> JSONResponse:
     body: dict[str, Any] = {"status": state, "model": service.model_id, "restarts": service.restarts}
     if service.engine is not None:
         body["backend"] = service.engine.backend.name
-        if service.engine.backend.degraded:
-            body["backend_degraded"] = service.engine.backend.degraded
+        if service.engine.degraded:
+            body["backend_degraded"] = service.engine.degraded
     if state == "failed":
         body["error"] = str(service.error)
     headers = {"Retry-After": "2"} if state == "loading" else {}
