@@ -21,6 +21,7 @@ from engine.errors import EngineError
 from engine.kv.host import HostStore
 from engine.kv.pool import DevicePool
 from engine.kv.transfer import Transfer, TransferStats
+from engine.layout import Layout, lay_out
 from engine.model.transformer import Transformer
 from engine.ops import geometry as g
 from engine.ops import triton_pages, triton_select
@@ -28,10 +29,10 @@ from engine.ops.geometry import Turns
 from engine.ops.triton_attention import PagedAttention
 from engine.ops.triton_layers import TRITON
 from engine.ops.triton_score import PageScores
+from engine.ops.upload import upload
 from engine.recall.digest import Digests
 from engine.recall.recall import QUERY_ROWS, Recall
-from engine.recall.select import EMPTY, HYSTERESIS, REASONS, Selection, choose
-from engine.recall.window import span
+from engine.recall.select import HYSTERESIS, REASONS
 from engine.scheduler import QUESTION_CHUNK
 from engine.step import Frame
 from engine.step_graph import StepGraph
@@ -55,19 +56,6 @@ class Kind:
     cold: bool
     scored: bool
     neighbors: int
-
-
-@dataclass(frozen=True)
-class Layout:
-    """What a step sees, the same for every layer; changes when a page closes, not with every token."""
-
-    past: int
-    window: int  # past pages seen
-    left: int  # of them, those that scores choose
-    depth: int
-    taken: Selection
-    fixed: np.ndarray  # int64: past pages seen whatever the scores say
-    role: np.ndarray | None  # uint8 [past]
 
 
 class DrivenSteps:
@@ -238,31 +226,14 @@ class DrivenSteps:
         if laid == self._laid and self.pool.lent:
             return self._layout
         frame.begin()
-        past, own, budget = frame.past, len(frame.own), step.budget
-        if frame.identity or step.mode == "exact":
-            layout = Layout(past, past, 0, 0, EMPTY, np.empty(0, dtype=np.int64), None)
-            if frame.identity:
-                self._bring_all(frame.ids[:past])
-        else:
-            room = budget.pool - budget.free - budget.always - own - 1
-            most = 0 if step.mode == "window" else min(recall.settings.budget, room)
-            always = span(past, own, budget, most)
-            eligible = recall.eligible(always)
-            lexical, quota = recall.lexical(past, most) if most else (None, 0)
-            neighbors = recall.settings.neighbors
-            taken = choose(None, eligible, most, neighbors=neighbors, lexical=lexical, lexical_quota=quota)
-            depth = min(most, int(eligible.sum()))
-            left = depth - len(taken.pages) if recall.settings.scorer != "lexical" else 0
-            role = np.where(eligible, g.CANDIDATE, g.HIDDEN).astype(np.uint8)
-            role[always.window(EMPTY.pages)] = g.ALWAYS
-            role[taken.pages] = g.TAKEN
-            fixed = np.flatnonzero(role >= g.TAKEN)
-            layout = Layout(past, len(fixed) + left, left, depth, taken, fixed, role)
+        layout = lay_out(frame)
+        if frame.identity:
+            self._bring_all(frame.ids[: frame.past])
         self._take_tables()
         self._enter(recall)
         self._ids[: len(frame.ids)].copy_(self._upload(frame.ids.astype(np.int32)))
         if layout.role is not None:
-            self._role[:past].copy_(self._upload(layout.role))
+            self._role[: frame.past].copy_(self._upload(layout.role))
             self._windows[:, : len(layout.fixed)] = self._upload(layout.fixed.astype(np.int32))
         self._laid, self._layout = laid, layout
         return layout
@@ -349,12 +320,7 @@ class DrivenSteps:
         triton_select.open_pages(fresh, self.pool.data, self._tables, self._misses.places, self._geometry)
 
     def _upload(self, array: np.ndarray) -> Tensor:
-        """To the device without waiting for what it is doing."""
-        if not self._counters.is_cuda:
-            return torch.from_numpy(np.ascontiguousarray(array))
-        staged = torch.empty(array.shape, dtype=getattr(torch, str(array.dtype)), pin_memory=True)
-        staged.numpy()[...] = array
-        return staged.to(self._counters.device, non_blocking=True)
+        return upload(array, self._counters.device)
 
     # --- the launches ---------------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from engine.ops.geometry import STAGED_PAGES as SEGMENT
 from engine.ops.geometry import Turns
 from engine.ops.rope import Rotary
 from engine.ops.triton_layers import merge_into
+from engine.ops.upload import upload
 
 UNITS = 128
 COLD_UNITS = 16
@@ -50,12 +51,8 @@ class Stager:
         return self.stream is None or self.transfer.host.pinned_bytes == self.transfer.host.bytes
 
     def upload(self, array: np.ndarray) -> Tensor:
-        """int64, to the device without waiting for what it is doing."""
-        if self.stream is None:
-            return torch.from_numpy(np.array(array, dtype=np.int64, order="C"))
-        staged = torch.empty(array.shape, dtype=torch.int64, pin_memory=True)
-        staged.numpy()[...] = array
-        return staged.to(self.keys.device, non_blocking=True)
+        """int64, to the device."""
+        return upload(np.asarray(array, dtype=np.int64), self.keys.device)
 
 
 @dataclass(frozen=True)
