@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from engine.trials import copy_rates, median_seconds
 from engine.units import MIB
 
 _SIZE = 512 * MIB
@@ -36,23 +34,8 @@ def measure_floors(device: torch.device, dtype: torch.dtype) -> Floors:
     size = _SIZE if cuda else _SIZE // 4
     source = torch.empty(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    copied = 2 * size / seconds(lambda: target.copy_(source), device)
-    moved = copied / 2
-    if cuda:
-        host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        moved = size / seconds(lambda: target.copy_(host, non_blocking=True), device)
+    copied = 2 * size / median_seconds(lambda: target.copy_(source), device)
+    moved = copy_rates(device, size)[0] if cuda else copied / 2
     side = _SIDE * 2 if cuda else _SIDE // 4
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-    return Floors(copied, moved, 2 * side**3 / seconds(lambda: a @ b, device))
-
-
-def seconds(work: Callable[[], object], device: torch.device, rounds: int = 7) -> float:
-    """The median of `rounds` after two that don't count, each waited for."""
-    times = []
-    for _ in range(rounds + 2):
-        began = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - began)
-    return statistics.median(times[2:])
+    return Floors(copied, moved, 2 * side**3 / median_seconds(lambda: a @ b, device))

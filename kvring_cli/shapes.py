@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.errors import ConfigError, ModelError
+from engine.model.sizes import PUBLISHED as sizes_of
 
 
 @dataclass(frozen=True)
@@ -42,15 +43,17 @@ class Shape:
         return self.layers * self.layer_weights + self.head_weights * (1 if self.tied else 2)
 
 
+def _published(name: str) -> Shape:
+    sizes = sizes_of[name]
+    fields = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "trained_context", "tied")
+    return Shape(name, *(getattr(sizes, field) for field in fields))
+
+
 PUBLISHED = {
     shape.name: shape
     for shape in (
-        Shape("qwen3-4b", 36, 2560, 9728, 32, 8, 128, 151_936, 40_960, True),
-        Shape("qwen3-8b", 36, 4096, 12_288, 32, 8, 128, 151_936, 40_960, False),
-        Shape("llama-3.1-8b", 32, 4096, 14_336, 32, 8, 128, 128_256, 131_072, False),
-        Shape("qwen2.5-1.5b", 28, 1536, 8960, 12, 2, 128, 151_936, 32_768, True),
-        Shape("qwen2.5-7b", 28, 3584, 18_944, 28, 4, 128, 152_064, 131_072, False),
-        Shape("27b-2.1bit", 64, 5120, 21_760, 40, 8, 128, 152_064, 131_072, False, 2.1, "a dense 27B, made up"),
+        *map(_published, ("qwen3-4b", "qwen3-8b", "llama-3.1-8b", "qwen2.5-1.5b", "qwen2.5-7b")),
+        Shape("27b-2.1bit", 64, 5120, 21_760, 40, 8, 128, 152_064, 131_072, False, 2.1, origin="a dense 27B, made up"),
     )
 }
 

@@ -5,7 +5,6 @@ One token a byte of text, so that a document's length in tokens is known beforeh
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import tokenizers
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from engine.errors import ModelError
 from engine.model.config import ModelConfig
+from engine.model.sizes import PUBLISHED, Sizes
 from engine.model.transformer import LayerWeights, Transformer, Weights
 from engine.ops.rope import RopeConfig
 from engine.text.tokenizer import Tokenizer
@@ -24,37 +24,12 @@ _SPREAD = 0.02
 """Standard deviation of a weight, as models are initialised."""
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The sizes that a published config has."""
-
-    family: str
-    layers: int
-    hidden: int
-    ffn: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    theta: float
-    tied: bool = False
-    bias: bool = False
-
-
-SHAPES = {
-    "qwen3-0.6b": Shape("qwen3", 28, 1024, 3072, 16, 8, 128, 151936, 1e6, tied=True),
-    "qwen3-4b": Shape("qwen3", 36, 2560, 9728, 32, 8, 128, 151936, 1e6, tied=True),
-    "qwen3-8b": Shape("qwen3", 36, 4096, 12288, 32, 8, 128, 151936, 1e6),
-    "qwen3-14b": Shape("qwen3", 40, 5120, 17408, 40, 8, 128, 151936, 1e6),
-    "llama-3.1-8b": Shape("llama", 32, 4096, 14336, 32, 8, 128, 128256, 5e5),
-    "qwen2.5-7b": Shape("qwen2", 28, 3584, 18944, 28, 4, 128, 152064, 1e6, bias=True),
-    "qwen2.5-1.5b": Shape("qwen2", 28, 1536, 8960, 12, 2, 128, 151936, 1e6, tied=True, bias=True),
-    "tiny": Shape("qwen3", 2, 64, 128, 4, 2, 64, 320, 1e4, tied=True),
-}
+SHAPES = {**PUBLISHED, "tiny": Sizes("qwen3", 2, 64, 128, 4, 2, 64, 320, 1e4, 1 << 20, tied=True)}
 CONTEXT = 1 << 20
+"""Tokens that may be asked of random weights: more than the shape was trained on, as nothing was learnt."""
 
 
-def shape_of(name: str) -> Shape:
+def shape_of(name: str) -> Sizes:
     """The shape that `random:NAME` asks for; ModelError with the known ones."""
     shape = SHAPES.get(name.removeprefix(PREFIX).lower())
     if shape is None:

@@ -1,0 +1,34 @@
+"""Sizes of well-known decoders, from their published configs: for names without a file. Needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """As in `model.config.ModelConfig`; `theta`: rotary base; `bias`: on q, k and v."""
+
+    family: str
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    theta: float
+    trained_context: int
+    tied: bool = False
+    bias: bool = False
+
+
+PUBLISHED = {
+    "qwen3-0.6b": Sizes("qwen3", 28, 1024, 3072, 16, 8, 128, 151_936, 1e6, 40_960, tied=True),
+    "qwen3-4b": Sizes("qwen3", 36, 2560, 9728, 32, 8, 128, 151_936, 1e6, 40_960, tied=True),
+    "qwen3-8b": Sizes("qwen3", 36, 4096, 12_288, 32, 8, 128, 151_936, 1e6, 40_960),
+    "qwen3-14b": Sizes("qwen3", 40, 5120, 17_408, 40, 8, 128, 151_936, 1e6, 40_960),
+    "llama-3.1-8b": Sizes("llama", 32, 4096, 14_336, 32, 8, 128, 128_256, 5e5, 131_072),
+    "qwen2.5-7b": Sizes("qwen2", 28, 3584, 18_944, 28, 4, 128, 152_064, 1e6, 131_072, bias=True),
+    "qwen2.5-1.5b": Sizes("qwen2", 28, 1536, 8960, 12, 2, 128, 151_936, 1e6, 32_768, tied=True, bias=True),
+}
