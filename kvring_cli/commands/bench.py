@@ -14,6 +14,7 @@ import typer
 from kvring_cli import console
 from kvring_cli.commands.bench_rates import rates
 from kvring_cli.commands.gate import GateProgress
+from kvring_cli.files import as_json, check_writable, write
 from kvring_cli.options import Flags, Verbose, engine_options
 
 bench = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
@@ -122,17 +123,17 @@ def load(
 ) -> None:
     """A crowd of clients against a real server: each answered or refused by rule, memory flat. PASS 0, FAIL 1."""
     from gates.load import run
-    from kvring_cli.commands.gate import _writable, _write, show
+    from kvring_cli.commands.gate import show
 
     if report is not None:
-        _writable(report)
+        check_writable("--json", report)
     with GateProgress("load") as progress:
         found = run(model, clients=clients, seconds=seconds, options=options or (), say=progress)
     show(found)
     for name in ("requests_per_second", "answers_per_second", "tokens_per_second", "answer_seconds_median"):
         console.write(f"{name.replace('_', ' ')}: {found.environment.get(name)}\n")
     if report is not None:
-        _write(report, [found])
+        write("--json", report, as_json(found.to_json()))
     raise typer.Exit(found.exit_code)
 
 

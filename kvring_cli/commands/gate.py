@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shlex
 import sys
 from dataclasses import fields
@@ -12,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from engine.errors import ConfigError, KVRingError
+from engine.errors import ConfigError
 from engine.switches import SETTINGS
 from engine.units import parse_tokens
 from kvring_cli import console
+from kvring_cli.files import as_json, check_writable, write
 from kvring_cli.options import Flags, Verbose, engine_options
 
 if TYPE_CHECKING:
@@ -86,7 +85,7 @@ def gate(
     files = {"--json": report, "--html": html, "--junit": junit}
     for flag, path in files.items():
         if path is not None:
-            _writable(flag, path)
+            check_writable(flag, path)
     some = tuple(filter(None, (tasks or "").replace(" ", "").split(",")))
     options = GateOptions(quick, seeds, grid, tokens, pool, some, haystack, timeout)
     if base_url:
@@ -206,26 +205,16 @@ def option_words(options: GateOptions) -> list[str]:
     return words
 
 
-def _writable(flag: str, path: str) -> None:
-    """Before minutes of work, not after."""
-    folder = Path(path).parent
-    if Path(path).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise KVRingError(f"{path} can't be written", f"another path for {flag}")
-
-
 def _write_all(files: dict[str, str | None], reports: list[Report], command: str) -> None:
     from gates.html import to_html
     from gates.junit import to_junit
     from gates.verdict import to_json
 
     makers = {
-        "--json": lambda: json.dumps(to_json(reports, command), indent=2, ensure_ascii=False) + "\n",
+        "--json": lambda: as_json(to_json(reports, command)),
         "--html": lambda: to_html(reports, command),
         "--junit": lambda: to_junit(reports),
     }
     for flag, path in files.items():
         if path is not None:
-            try:
-                Path(path).write_text(makers[flag](), encoding="utf-8")
-            except OSError as error:
-                raise KVRingError(f"{path} can't be written: {error.strerror}", f"another path for {flag}") from None
+            write(flag, path, makers[flag]())

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from kvring_cli.files import as_json, check_writable, write
 from kvring_cli.options import Model
 
 
@@ -26,13 +27,13 @@ def smoke(
 ) -> None:
     """Start a server on a free port, ask it twice, stop it. Exit code: PASS 0, FAIL 1, refused to start 3."""
     from gates.smoke import run
-    from kvring_cli.commands.gate import GateProgress, _writable, _write, show
+    from kvring_cli.commands.gate import GateProgress, show
 
     if report is not None:
-        _writable(report)
+        check_writable("--json", report)
     with GateProgress("smoke") as progress:
         found = run(model, options=options or (), timeout=timeout, strict=strict, say=progress)
     show(found)
     if report is not None:
-        _write(report, [found])
+        write("--json", report, as_json(found.to_json()))
     raise typer.Exit(found.exit_code)
