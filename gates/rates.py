@@ -16,6 +16,7 @@ import torch
 from engine.config import PAGE, EngineConfig, RecallParams, SamplingParams
 from engine.engine import Engine
 from engine.errors import ConfigError
+from engine.model.load import LoadedModel
 from gates.floors import Floors
 
 Say = Callable[[str], None]
@@ -40,6 +41,7 @@ class Row:
     peak_bytes: int | None = None  # device memory, weights included
     beside_bytes: int | None = None  # of them, beside the weights
     steps_by: str = ""
+    setting: str = ""  # the value of a sweep
 
 
 def document(engine: Engine, tokens: int, salt: str) -> str:
@@ -52,9 +54,9 @@ def document(engine: Engine, tokens: int, salt: str) -> str:
 class Bench:
     """One engine per pool size over one loaded model."""
 
-    def __init__(self, config: EngineConfig, floors: Floors, say: Say) -> None:
-        self.config, self.floors, self.say = config, floors, say
-        self.model = None
+    def __init__(self, config: EngineConfig, floors: Floors, say: Say, model: LoadedModel | None = None) -> None:
+        """`model`: loaded before, under settings that hold weights alike."""
+        self.config, self.floors, self.say, self.model = config, floors, say, model
 
     def engine(self, **settings: object) -> Engine:
         engine = Engine.load(replace(self.config, **settings), self.model)

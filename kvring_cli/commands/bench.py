@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from kvring_cli import console
+from kvring_cli.commands.bench_context import context
 from kvring_cli.commands.bench_rates import rates
 from kvring_cli.commands.gate import GateProgress
 from kvring_cli.files import as_json, check_writable, write
@@ -19,6 +20,7 @@ from kvring_cli.options import Flags, Verbose, engine_options
 
 bench = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
 bench.command()(rates)
+bench.command()(context)
 ModelOption = Annotated[str, typer.Option("--model", "-m", help="The model that is measured.")]
 
 

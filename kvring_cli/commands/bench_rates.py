@@ -4,34 +4,46 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from engine.errors import ConfigError
+from engine.units import parse_tokens
 from kvring_cli import console
+from kvring_cli.files import check_writable
 from kvring_cli.options import Flags, Verbose, engine_options
+from kvring_cli.plot import Curve, check_plot, draw
+from kvring_cli.sweep import cases
 
 if TYPE_CHECKING:
     from engine.config import EngineConfig
-    from gates.floors import Floors
-    from gates.rates import Row
+    from gates.rates import Bench, Row
 
 PARTS = ("prefill", "window", "recall", "exact", "dense", "second")
 COLUMNS = ("what", "context", "tok/s", "ms", "of the floor", "GB/s or TFLOP/s", "fetched a step", "beside weights")
+DECIDED = {"max_context": "--contexts 8K,32K", "prefill": "--fill", "decode": "--parts recall,exact,dense"}
+Sweep = Annotated[
+    str | None,
+    typer.Option("--sweep", metavar="NAME=A,B,C", help="Each value of one setting in turn, like kv-capacity=4032,8K."),
+]
+Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw the rows; needs matplotlib.")]
 PEERS = ("transformers", "transformers-offloaded")
 
 
 @engine_options
 def rates(
     model: Annotated[str, typer.Option("--model", "-m", help="A model, or random:qwen3-8b and the like.")] = "phantom",
-    contexts: Annotated[str, typer.Option("--contexts", help="Lengths in tokens, with commas.")] = "8192,32768",
+    contexts: Annotated[str, typer.Option("--contexts", help="Lengths in tokens, with commas.")] = "8K,32K",
     parts: Annotated[str, typer.Option("--parts", help=f"Of {', '.join(PARTS)}.")] = "prefill,recall,second",
     tokens: Annotated[int, typer.Option("--tokens", min=2, help="Tokens decoded.")] = 64,
     fill: Annotated[str, typer.Option("--fill", help="How documents are computed before a decode.")] = "window",
     peer: Annotated[str | None, typer.Option("--peer", help=" or ".join(PEERS) + ", with commas.")] = None,
     output: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")] = None,
+    sweep: Sweep = None,
+    plot: Plot = None,
     verbose: Verbose = False,
     *,
     flags: Flags,
@@ -39,41 +51,43 @@ def rates(
     """Tokens a second over context lengths, with the share of the floor that was reached. Prints a Markdown table."""
     from engine.device import resolve_device, resolve_dtype
     from gates.floors import measure_floors
+    from gates.rates import Bench
     from kvring_cli.start import settle
 
-    lengths = [_length(part) for part in contexts.split(",")]
+    lengths = [length(part) for part in contexts.split(",")]
     chosen, peers = _known(parts, PARTS, "--parts"), _known(peer or "", PEERS, "--peer")
-    config = settle(model, flags, verbose).config
-    device = resolve_device(config.device)
-    dtype = resolve_dtype(config.dtype, device, config.model)
-    floors = measure_floors(device, dtype)
-    console.write(floors.lines() + "\n\n")
-    console.write(
-        "| what | context | tok/s | ms | of the floor | GB/s or TFLOP/s | fetched a step | beside weights |\n"
-    )
-    console.write("| --- | --- | --- | --- | --- | --- | --- | --- |\n")
-    rows = []
-    for row in _rows(config, floors, lengths, chosen, peers, tokens, fill):
+    swept = cases(sweep, flags, DECIDED)
+    check_plot(plot)
+    if output is not None:
+        check_writable("--json", str(output))
+    rows: list[Row] = []
+    floors = model_ = None
+    for number, case in enumerate(swept):
+        config = settle(model, case.flags, verbose).config
+        device = resolve_device(config.device)
+        if floors is None or case.reload:
+            floors = measure_floors(device, resolve_dtype(config.dtype, device, config.model))
+            console.write(floors.lines() + "\n\n")
+        if number == 0:
+            console.write(header(COLUMNS, bool(sweep)))
+        bench = Bench(config, floors, lambda line: console.say(line, "dim"), None if case.reload else model_)
+        for row in _rows(bench, lengths, chosen, tokens, fill):
+            rows.append(replace(row, setting=case.label))
+            console.write(_line(rows[-1], bool(sweep)) + "\n")
+        model_, bench.model = bench.model, None
+    del model_, bench  # a peer wants the card to itself
+    for row in _peer_rows(config, peers, lengths, tokens):
         rows.append(row)
-        console.write(_line(row) + "\n")
+        console.write(_line(row, bool(sweep)) + "\n")
     if output is not None:
         output.write_text(
             json.dumps({"floors": asdict(floors), "rows": [asdict(row) for row in rows]}, indent=1), encoding="utf-8"
         )
+    if plot is not None:
+        draw(plot, f"{Path(model).name}, {floors.lines()}", _curves(rows))
 
 
-def _rows(
-    config: EngineConfig, floors: Floors, lengths: list[int], parts: list[str], peers: list[str], tokens: int, fill: str
-) -> Iterator[Row]:
-    import torch
-
-    from engine.device import resolve_device, resolve_dtype
-    from gates.rates import Bench, transformers_rows
-
-    def say(line: str) -> None:
-        console.say(line, "dim")
-
-    bench = Bench(config, floors, say)
+def _rows(bench: Bench, lengths: list[int], parts: list[str], tokens: int, fill: str) -> Iterator[Row]:
     for part in parts:
         if part in ("prefill", "window"):
             yield from bench.prefill(lengths, "exact" if part == "prefill" else "window")
@@ -81,23 +95,42 @@ def _rows(
             yield from bench.second_turn(lengths, 64, fill)
         else:
             yield from bench.decode(lengths, part, tokens, fill)
-    bench.model = None
+
+
+def _peer_rows(config: EngineConfig, peers: list[str], lengths: list[int], tokens: int) -> Iterator[Row]:
+    import torch
+
+    from engine.device import resolve_device, resolve_dtype
+    from gates.rates import transformers_rows
+
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device, config.model)
     for peer in peers:
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        say(f"peer {peer}")
+        console.say(f"peer {peer}", "dim")
         yield from transformers_rows(
             config.model, lengths, peer.endswith("offloaded"), min(tokens, 16), device, dtype, config.prefill_chunk
         )
 
 
-def _line(row: Row) -> str:
+def _curves(rows: list[Row]) -> list[Curve]:
+    """Tokens a second, and milliseconds to the first token of second turns, by what and setting."""
+    found = {}
+    for row in rows:
+        second = row.what.startswith("second turn")
+        name = "second turn" if second else row.what
+        unit, value = ("ms", row.milliseconds) if second else ("tokens a second", row.tokens_per_second)
+        found.setdefault((f"{name} {row.setting}".strip(), unit), []).append((row.context, value))
+    return [Curve(name, unit, points) for (name, unit), points in found.items()]
+
+
+def _line(row: Row, swept: bool) -> str:
     rate = row.bytes_per_second and f"{row.bytes_per_second / 1e9:,.0f} GB/s"
     rate = rate or (row.flops and f"{row.flops / 1e12:,.1f} TFLOP/s")
     beside = row.beside_bytes if row.beside_bytes is not None else row.peak_bytes
     cells = [
+        *([row.setting] if swept else []),
         row.what,
         f"{row.context:,}",
         f"{row.tokens_per_second:,.1f}",
@@ -110,10 +143,21 @@ def _line(row: Row) -> str:
     return f"| {' | '.join(cells)} |" + (f" <!-- {row.steps_by} -->" if row.steps_by else "")
 
 
-def _length(text: str) -> int:
-    if not text.strip().isdecimal() or int(text) < 256:
+def header(columns: tuple[str, ...], swept: bool) -> str:
+    """A Markdown table's first two lines."""
+    names = ["setting", *columns] if swept else list(columns)
+    return f"| {' | '.join(names)} |\n|{' --- |' * len(names)}\n"
+
+
+def length(text: str) -> int:
+    """Tokens of one `--contexts` entry; bad usage where it is none."""
+    try:
+        tokens = parse_tokens(text)
+    except ConfigError:
+        tokens = 0
+    if tokens < 256:
         raise typer.BadParameter(f"'{text}' is not a length of 256 tokens or more", param_hint="--contexts")
-    return int(text)
+    return tokens
 
 
 def _known(text: str, known: tuple[str, ...], flag: str) -> list[str]:

@@ -1,0 +1,107 @@
+"""`kvring bench context`: first token, tokens a second, device memory and RAM, climbing from context to context."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from engine.units import GIB
+from kvring_cli import console
+from kvring_cli.commands.bench_rates import Plot, Sweep, header, length
+from kvring_cli.files import check_writable
+from kvring_cli.options import Flags, Verbose, engine_options
+from kvring_cli.plot import Curve, check_plot, draw
+from kvring_cli.sweep import cases
+
+if TYPE_CHECKING:
+    from gates.climb import Rung
+
+COLUMNS = ("context", "first token", "tok/s", "device memory", "process RAM", "fetched a token")
+
+
+@engine_options
+def context(
+    model: Annotated[str, typer.Option("--model", "-m", help="A model, or random:qwen3-8b and the like.")] = "phantom",
+    contexts: Annotated[str, typer.Option("--contexts", help="Lengths in tokens, with commas.")] = "8K,32K,128K,256K",
+    tokens: Annotated[int, typer.Option("--tokens", min=2, help="Tokens decoded.")] = 32,
+    fill: Annotated[
+        str, typer.Option("--fill", help="How documents are read: exact, window, or auto: exact on a card.")
+    ] = "auto",
+    output: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")] = None,
+    sweep: Sweep = None,
+    plot: Plot = None,
+    verbose: Verbose = False,
+    *,
+    flags: Flags,
+) -> None:
+    """What a longer context costs here, step by step, up to what memory holds. Prints a Markdown table."""
+    lengths = [length(part) for part in contexts.split(",")]
+    if fill not in ("auto", "exact", "window"):
+        raise typer.BadParameter(f"'{fill}' is not one of auto, exact, window", param_hint="--fill")
+    swept = cases(sweep, flags, {"max_context": "--contexts 8K,32K", "prefill": "--fill"})
+    check_plot(plot)
+    if output is not None:
+        check_writable("--json", str(output))
+    from gates.climb import Rung, climb
+    from kvring_cli.start import settle
+
+    console.write(header(COLUMNS, bool(sweep)))
+    found: list[tuple[str, Rung]] = []
+    ends = {}
+    for case in swept:
+        last = None
+        config = settle(model, case.flags, verbose).config
+        for step in climb(config, lengths, tokens, fill, lambda line: console.say(line, "dim")):
+            if not isinstance(step, Rung):
+                ends[case.label] = step
+                console.say(f"{case.label or 'the climb'} ends before {step.context:,} tokens: {step.reason}")
+                continue
+            console.write(_line(step, last, [case.label] if sweep else []))
+            found.append((case.label, step))
+            last = step
+    if output is not None:
+        rows = [{"setting": label, **asdict(rung)} for label, rung in found]
+        stopped = [{"setting": label, **asdict(end)} for label, end in ends.items()]
+        output.write_text(json.dumps({"rows": rows, "stopped": stopped}, indent=1), encoding="utf-8")
+    if plot is not None:
+        draw(plot, f"{Path(model).name}, {found[0][1].backend}", _curves(found))
+
+
+def _line(rung: Rung, last: Rung | None, first: list[str]) -> str:
+    cells = [
+        *first,
+        f"{rung.context:,}",
+        f"{rung.first_token:,.2f} s{_times(rung.first_token, last and last.first_token)}",
+        f"{rung.tokens_per_second:,.1f}{_times(rung.tokens_per_second, last and last.tokens_per_second)}",
+        _memory(rung.device, last and last.device),
+        _memory(rung.ram, last and last.ram),
+        f"{rung.fetched:,.1f}",
+    ]
+    return f"| {' | '.join(cells)} |\n"
+
+
+def _times(now: float, before: float | None) -> str:
+    return f" (x {now / before:.2f})" if before else ""
+
+
+def _memory(now: int | None, before: int | None) -> str:
+    if now is None:
+        return "-"
+    return f"{now / GIB:.2f} GiB" + (f" ({(now - before) / GIB:+.2f})" if before is not None else "")
+
+
+def _curves(found: list[tuple[str, Rung]]) -> list[Curve]:
+    def curves(unit: str, value) -> list[Curve]:
+        labels = dict.fromkeys(label for label, _ in found)
+        points = {name: [(rung.context, value(rung)) for label, rung in found if label == name] for name in labels}
+        return [Curve(name or unit, unit, some) for name, some in points.items()]
+
+    memory = curves("process RAM, GiB", lambda rung: rung.ram / GIB)
+    if found[0][1].device is not None:
+        memory += curves("device memory, GiB", lambda rung: rung.device / GIB)
+    first = curves("first token, s", lambda rung: rung.first_token)
+    return [*curves("tokens a second", lambda rung: rung.tokens_per_second), *first, *memory]
