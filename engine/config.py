@@ -42,6 +42,7 @@ class EngineConfig:
     device_limit_bytes: int | None = None
     ram_limit_bytes: int | None = None
     verify_pages: bool = False
+    cuda_graph: str = "on"  # on | off: whether a step of one token is captured and replayed
     device_profile: str = "auto"  # auto | off | calibrate: whose measured routes are taken
     device_profile_path: str | None = None  # None = the user's cache folder
 

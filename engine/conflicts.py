@@ -53,6 +53,7 @@ _RULES: tuple[Rule, ...] = (
         lambda c: c.device == "cpu" and c.host_memory == "pinned",
         "host memory is pinned for a card, and the device is the CPU",
     ),
+    (("device", "cuda_graph"), lambda c: c.device == "cpu", "the device is the CPU: cuda-graph is not read"),
     (
         ("device_profile", "device_profile_path"),
         lambda c: c.device_profile == "off",

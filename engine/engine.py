@@ -107,6 +107,7 @@ class Engine:
             kind if self.capacity.ring else None,
             config.positions == "compact",
             self.capacity.logical_pages,
+            graphs=config.cuda_graph == "on",
         )
         self.backend, self._runner = choose_backend(runner, device, backends, say)
         self._prefix = PrefixIndex()
@@ -336,6 +337,11 @@ class Engine:
     def degraded(self) -> str:
         """Why something slower than was meant serves: a faster backend, or its graphs; empty where nothing does."""
         return "; ".join(filter(None, (self.backend.degraded, self._runner.degraded)))
+
+    @property
+    def graphs(self) -> str:
+        """Whether decode steps are CUDA graphs: on, off (as asked), failed, or none where the backend has none."""
+        return self._runner.graphs
 
     def audit(self, deep: bool = False) -> dict[str, int]:
         """Check the invariants of kv/page.py; AuditError names each that does not hold. `deep` compares bytes."""

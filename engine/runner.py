@@ -40,13 +40,15 @@ class Runner:
         digest_kind: str | None,
         compact: bool,
         logical_pages: int,
+        graphs: bool = True,
     ) -> None:
-        """`logical_pages`: the most that one sequence may have."""
+        """`logical_pages`: the most that one sequence may have; graphs: whether one that captures steps should."""
         self.model, self.pool, self.host, self.digests = model, pool, host, digests
         self.transfer = Transfer(pool, host)
         self.digest_kind = digest_kind  # made when a page closes; None = only when a scorer asks
         self.compact = compact
         self.logical_pages = logical_pages
+        self.captures = graphs
         self.steps: Counter[str] = Counter()  # by who drove them
         self.degraded = ""  # why steps take a slower way than was meant
 
@@ -83,6 +85,11 @@ class Runner:
 
     def collect(self) -> None:
         """Bring the counters up to date with what the device has done; the host's own always are."""
+
+    @property
+    def graphs(self) -> str:
+        """Whether steps of one token are CUDA graphs: on | off | failed; none where the host drives every step."""
+        return "none"
 
     def _frame(self, step: StepInput) -> Frame:
         """Reserve the step's pages and lay out its geometry."""

@@ -37,6 +37,7 @@ class EngineStats:
             **self.__dict__,
             "backend": engine.backend.name,
             "backend_degraded": engine.degraded,
+            "cuda_graph": engine.graphs,
             "pool_pages": pool.slots,
             "pool_pages_used": int((pool.page_in[0] >= 0).sum()),
             "pool_bytes": pool.bytes,

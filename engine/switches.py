@@ -263,6 +263,8 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("device_profile_path", "--device-profile-path", _path, "a file (.yaml) or a folder",
             "Where your calibrated profiles live. Left out: your cache folder.", "NINFER_DEVICE_PROFILES",
             group="Compute"),
+    Setting("cuda_graph", "--cuda-graph", _one_of("on", "off"), "on or off",
+            "Decode steps as CUDA graphs. off launches the same kernels one by one.", group="Compute"),
     Setting("prefill_chunk", "--prefill-chunk", _within(parse_tokens, PAGE), f"tokens, {PAGE} or more",
             "Prompt tokens computed in one step.", group="Compute"),
 )

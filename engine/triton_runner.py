@@ -27,9 +27,16 @@ STORE_UNITS = 32
 class TritonRunner(Runner):
     """Takes over a torch runner's parts. Results agree with it to rounding, and what is seen is the same."""
 
-    def __init__(self, base: Runner, graphs: bool) -> None:
+    def __init__(self, base: Runner) -> None:
         super().__init__(
-            base.model, base.pool, base.host, base.digests, base.digest_kind, base.compact, base.logical_pages
+            base.model,
+            base.pool,
+            base.host,
+            base.digests,
+            base.digest_kind,
+            base.compact,
+            base.logical_pages,
+            base.captures,
         )
         device = self.pool.data.device
         multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
@@ -42,7 +49,7 @@ class TritonRunner(Runner):
             compact=self.compact,
             pages=self.logical_pages,
             multiprocessors=multiprocessors,
-            graphs=graphs,
+            graphs=self.captures,
         )
         self.stager = Stager(self.pool, self.transfer, self.model.rope, self.model.config.heads, self.logical_pages)
         self.steps = self.driven.steps
@@ -56,6 +63,12 @@ class TritonRunner(Runner):
     def collect(self) -> None:
         self.driven.collect()
         self.degraded = self.driven.graph_failure
+
+    @property
+    def graphs(self) -> str:
+        if not self.captures:
+            return "off"
+        return "failed" if self.driven.graph_failure else "on"
 
     def _compute(self, frames: list[Frame]) -> list[Tensor | None]:
         if all(self.driven.serves(frame) for frame in frames):
@@ -132,20 +145,20 @@ class TritonRunner(Runner):
 class TritonCandidate:
     """Triton's kernels for `choose_backend`."""
 
-    def __init__(self, base: Runner, capability: tuple[int, int], graphs: bool) -> None:
-        self.base, self.graphs = base, graphs
+    def __init__(self, base: Runner, capability: tuple[int, int]) -> None:
+        self.base = base
         self.name = f"triton-sm{capability[0]}{capability[1]}"
 
     def build(self) -> TritonRunner:
-        return TritonRunner(self.base, self.graphs)
+        return TritonRunner(self.base)
 
     def disagreement(self, built: TritonRunner) -> str:
         return self_check(self.base.model, built.pool.shape)
 
 
-def triton_candidate(base: Runner, graphs: bool = True) -> TritonCandidate | None:
+def triton_candidate(base: Runner) -> TritonCandidate | None:
     """None where the device has no compute capability of 8.0 or newer, which the kernels need."""
     device = base.pool.data.device
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         return None
-    return TritonCandidate(base, torch.cuda.get_device_capability(device), graphs)
+    return TritonCandidate(base, torch.cuda.get_device_capability(device))

@@ -122,6 +122,8 @@ def start(resolved: Resolved, verbose: bool) -> Engine:
         console.warn(f"{engine.backend.degraded}; {engine.backend.name} serves instead")
     for note in filter(None, (*engine.capacity.notes, engine.unpinned())):
         console.say(f"note: {note}")
+    if engine.graphs == "off":
+        console.say("note: decode steps are no CUDA graphs, as asked: the same work, launched kernel by kernel")
     if verbose or (resolved.config.dtype == "auto" and "GGUF" in engine.compute):
         console.say(f"compute | {engine.compute}", "dim")
     if verbose:

@@ -36,6 +36,7 @@ ANY_VALUE = {  # a value that is not the default, as the flag takes it, and what
     "device": ("cuda:1", "cuda:1"),
     "dtype": ("bfloat16", "bfloat16"),
     "threads": ("3", 3),
+    "cuda_graph": ("off", "off"),
     "prefill_chunk": ("512", 512),
 }
 

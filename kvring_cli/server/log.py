@@ -132,8 +132,9 @@ def _profile(engine: Engine) -> str:
 
 def _backend(engine: Engine) -> str:
     backend = engine.backend
-    return f"backend {backend.name}: {backend.reason}" + (
-        f" | DEGRADED: {backend.degraded}" if backend.degraded else ""
+    graphs = "" if engine.graphs == "none" else f" | CUDA graphs {engine.graphs}"
+    return f"backend {backend.name}: {backend.reason}{graphs}" + (
+        f" | DEGRADED: {engine.degraded}" if engine.degraded else ""
     )
 
 

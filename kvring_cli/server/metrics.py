@@ -90,6 +90,9 @@ class Metrics:
         degraded = GaugeMetricFamily("kvring_backend_degraded", "1 while a faster backend could not serve.")
         degraded.add_metric([], float(bool(stats["backend_degraded"])))
         yield degraded
+        graphs = GaugeMetricFamily("kvring_cuda_graph_info", "Whether decode steps are CUDA graphs.", labels=["state"])
+        graphs.add_metric([stats["cuda_graph"]], 1)
+        yield graphs
         for name, text in _COUNTERS.items():
             yield CounterMetricFamily(f"kvring_{name}", text, value=stats[name])
         for name, text in _GAUGES.items():
