@@ -47,6 +47,7 @@ from engine.session import Session
 from engine.stats import EngineStats
 from engine.turns import Turns, named
 from engine.units import format_bytes
+from engine.watchdog import chunk_for
 
 Event = Progress | Token | Result
 
@@ -67,13 +68,17 @@ class Engine:
 
         `say` is told of each step; `backends` are tried before torch serves.
         """
-        self.config, self.model = config, model
+        self.model = model
         platform = platform or this_platform()
         transformer, device = model.transformer, model.transformer.device
         shape = KVShape(model.config.layers, model.config.kv_heads, model.config.head_dim, transformer.dtype)
         kind = KIND_OF.get(config.scorer)
         self.profile, self.routes = load_routes(config, device, platform)
         say(f"device {device}: profile {self.profile.source}, {self.routes.routed} routed keys")
+        chunk, self.chunk_note = chunk_for(
+            config.prefill_chunk, model.config, device, transformer.dtype, self.profile, platform
+        )
+        self.config = config = replace(config, prefill_chunk=chunk)
         self.capacity = plan_capacity(
             config,
             shape,

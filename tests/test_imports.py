@@ -16,7 +16,7 @@ ORDER = [
     ("engine.ops",),
     ("engine.model", "engine.kv", "engine.recall"),
     ("engine.device", "engine.trials", "engine.prefix", "engine.sequence", "engine.sampler", "engine.result"),
-    ("engine.scheduler", "engine.prepare", "engine.step", "engine.stats"),
+    ("engine.scheduler", "engine.prepare", "engine.step", "engine.stats", "engine.watchdog"),
     ("engine.runner", "engine.step_graph", "engine.layout", "engine.self_check"),
     ("engine.driven", "engine.staged"),
     ("engine.triton_runner",),

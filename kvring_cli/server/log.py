@@ -121,6 +121,7 @@ def ready_lines(engine: Engine, seconds: float) -> list[str]:
         f"({capacity.host_reason}) | {_host_memory(engine)}",
         f"reuse host-backed: {'on' if config.reuse else 'off'}",
         f"compute | {engine.compute}",
+        *([engine.chunk_note] if engine.chunk_note else []),
     ]
 
 
