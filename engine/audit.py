@@ -51,6 +51,7 @@ def audit(runner: Runner, sequences: Iterable[Sequence], prefix: PrefixIndex, de
         if not host.replica[page]:
             faults.append(f"6: checkpoint page {page} has no complete replica")
 
+    faults += _tails(runner, sequences)
     held = Counter(page for sequence in sequences for page in sequence.pages) + Counter(prefix.pages())
     for page in np.flatnonzero(host.references).tolist():
         if held[page] != host.references[page]:
@@ -71,6 +72,23 @@ def audit(runner: Runner, sequences: Iterable[Sequence], prefix: PrefixIndex, de
         "in_flight": len(in_flight),
         "checkpoint_pages": len(prefix),
     }
+
+
+def _tails(runner: Runner, sequences: list[Sequence]) -> list[str]:
+    if runner.tails is None:
+        return []
+    faults, shape = [], runner.tails.shape
+    for sequence in sequences:
+        if sequence.length and sequence.tail is None:
+            faults.append(f"9: a sequence of {sequence.length} tokens has no tail")
+        elif sequence.length and sequence.tail.start > max(0, sequence.closed - shape.pages) * PAGE:
+            faults.append(f"9: a tail begins at {sequence.tail.start} in a sequence of {sequence.length} tokens")
+    for page, part in runner.tails.snapshots().items():
+        if runner.host.references[page] == 0:
+            faults.append(f"9: a snapshot stands at the end of page {page}, which nobody owns")
+        if part.shape[3] % PAGE or not 0 < part.shape[3] <= shape.pages * PAGE:
+            faults.append(f"9: the snapshot of page {page} holds {part.shape[3]} tokens")
+    return faults
 
 
 def _differing(runner: Runner) -> list[str]:

@@ -33,6 +33,7 @@ from engine.kv.host import HostStore
 from engine.kv.page import KVShape
 from engine.kv.pinning import CudaRegistrar
 from engine.kv.pool import DevicePool
+from engine.kv.tail import SNAPSHOTS, Tails, TailShape
 from engine.model.load import LoadedModel, load_model
 from engine.ops.attention import SEGMENT
 from engine.ops.geometry import STAGED_PAGES
@@ -71,7 +72,8 @@ class Engine:
         self.model = model
         platform = platform or this_platform()
         transformer, device = model.transformer, model.transformer.device
-        shape = KVShape(model.config.layers, model.config.kv_heads, model.config.head_dim, transformer.dtype)
+        shape = KVShape(len(model.config.paged), model.config.kv_heads, model.config.head_dim, transformer.dtype)
+        tails = self._tails(device)
         kind = KIND_OF.get(config.scorer)
         self.profile, self.routes = load_routes(config, device, platform)
         say(f"device {device}: profile {self.profile.source}, {self.routes.routed} routed keys")
@@ -87,7 +89,12 @@ class Engine:
             weight_bytes=transformer.weight_bytes,
             digest_token_bytes=digest_token_bytes(kind, shape, device.type) if kind else 0,
             staging_pages=STAGED_PAGES if device.type == "cuda" else SEGMENT,
+            tail_bytes=tails.planned_bytes if tails else 0,
+            snapshot_bytes=tails.most_bytes if tails else 0,
         )
+        if model.config.left_out:
+            note = f"{model.name}: {model.config.left_out} is not loaded; it serves text only"
+            self.capacity = replace(self.capacity, notes=(*self.capacity.notes, note))
         pages, began = self.capacity.host_pages, time.perf_counter()
         pinnable = device.type == "cuda" and config.host_memory != "pageable"
         self._host = HostStore(
@@ -113,6 +120,7 @@ class Engine:
             config.positions == "compact",
             self.capacity.logical_pages,
             graphs=config.cuda_graph == "on",
+            tails=tails,
         )
         self.backend, self._runner = choose_backend(runner, device, backends, say)
         self._prefix = PrefixIndex()
@@ -145,6 +153,15 @@ class Engine:
             size = format_bytes(model.transformer.weight_bytes)
             say(f"weights {size} of {model.name} read in {time.perf_counter() - began:.1f} s")
         return cls(config, model, platform, backends=backends, say=say)
+
+    def _tails(self, device: torch.device) -> Tails | None:
+        """Of the layers that slide, where the model has any."""
+        config, model, dtype = self.config, self.model.config, self.model.transformer.dtype
+        if not model.sliding:
+            return None
+        shape = TailShape(len(model.sliding), model.kv_heads, model.head_dim, model.window, dtype)
+        context = config.max_context or model.trained_context
+        return Tails(shape, device, config.prefill_chunk, context, SNAPSHOTS if config.reuse else 0)
 
     def _insist_on_pinned(self) -> None:
         """`--host-memory pinned` is a wish, not a preference: ConfigError if it can't be had whole."""
@@ -296,6 +313,8 @@ class Engine:
             self._host.data[fresh] = other._host.data[pages]
             self._host.seal(fresh)
             self._host.retain(self._prefix.publish(prepared.tokens, fresh, tags))
+            if self._runner.tails is not None:
+                self._runner.tails.adopt(self._prefix.standing(prepared.tokens, tags), other._runner.tails, pages)
             self._runner.release(fresh)
         return len(pages) * PAGE
 
@@ -366,8 +385,9 @@ class Engine:
             if not self._closed:
                 self._closed = True
                 self._runner.transfer.settle(wait=True)
-                for part in (self._host, self._runner.pool, self._runner.digests):
-                    part.close()
+                for part in (self._host, self._runner.pool, self._runner.digests, self._runner.tails):
+                    if part is not None:
+                        part.close()
 
     def _open_or_raise(self) -> None:
         if self._closed:

@@ -63,6 +63,15 @@ class PrefixIndex:
             parent = node
         return added
 
+    def standing(self, tokens: list[int], tags: list[str]) -> list[int]:
+        """The pages that stand here for those of a sequence that was published: its own, or another's before it."""
+        parent, pages = None, []
+        for key, tag in zip(_keys(tokens, len(tags)), tags, strict=True):
+            nodes = self._nodes[id(parent) if parent else 0, key]
+            parent = next(node for node in nodes if node.tag == tag)
+            pages.append(parent.page)
+        return pages
+
     def evict(self, count: int, references: np.ndarray) -> list[int]:
         """Forget up to `count` pages that only this index holds; their ids, for the caller to release."""
         leaves = [node for nodes in self._nodes.values() for node in nodes if not node.children]

@@ -18,10 +18,12 @@ from engine.config import PAGE
 from engine.kv.host import HostStore
 from engine.kv.page import page_count
 from engine.kv.pool import DevicePool
+from engine.kv.tail import Tails
 from engine.kv.transfer import Transfer
 from engine.model.transformer import Transformer
 from engine.ops.attention import SEGMENT, PartialAttention, takes_few
 from engine.ops.rope import rotate
+from engine.ops.sliding import attend_window
 from engine.recall.digest import Digests
 from engine.recall.select import EMPTY, REASONS
 from engine.recall.window import fits, span
@@ -41,14 +43,19 @@ class Runner:
         compact: bool,
         logical_pages: int,
         graphs: bool = True,
+        tails: Tails | None = None,
     ) -> None:
-        """`logical_pages`: the most that one sequence may have; graphs: whether one that captures steps should."""
+        """`logical_pages`: the most that one sequence may have; graphs: whether one that captures steps should;
+        tails: of the layers that slide, if there are any."""
         self.model, self.pool, self.host, self.digests = model, pool, host, digests
         self.transfer = Transfer(pool, host)
         self.digest_kind = digest_kind  # made when a page closes; None = only when a scorer asks
         self.compact = compact
         self.logical_pages = logical_pages
         self.captures = graphs
+        self.tails = tails
+        self._row = {layer: row for row, layer in enumerate(model.config.paged)}  # in pool and store, of a paged layer
+        self._tail_row = {layer: row for row, layer in enumerate(model.config.sliding)}
         self.steps: Counter[str] = Counter()  # by who drove them
         self.degraded = ""  # why steps take a slower way than was meant
 
@@ -72,7 +79,28 @@ class Runner:
             raise
         for frame in frames:
             frame.publish()
+            if self.tails is not None:
+                self._keep_tail(frame.step.sequence, frame.end - len(frame.step.tokens))
         return logits
+
+    def _keep_tail(self, sequence: Sequence, length: int) -> None:
+        """Take the snapshots that are due since the sequence had `length` tokens."""
+        for position in self.tails.due(sequence.marks, length, sequence.length):
+            self.tails.keep(sequence.pages[position // PAGE - 1], sequence.tail, position)
+
+    def keep_end(self, sequence: Sequence) -> None:
+        """Let a later turn resume where this sequence's closed pages end."""
+        if self.tails is not None and sequence.closed:
+            self.tails.keep(sequence.pages[sequence.closed - 1], sequence.tail, sequence.closed * PAGE)
+
+    def resume_tail(self, sequence: Sequence) -> None:
+        """Begin where the sequence's pages end."""
+        if self.tails is not None:
+            sequence.tail = self.tails.resume(sequence.pages[-1], sequence.length) if sequence.pages else None
+
+    def resumable(self, pages: list[int]) -> int:
+        """How many of these first pages of a sequence it can begin after: all of them, but for layers that slide."""
+        return len(pages) if self.tails is None else self.tails.resumable(pages)
 
     def _compute(self, frames: list[Frame]) -> list[Tensor | None]:
         """The forward pass of all frames together; their logits."""
@@ -95,6 +123,9 @@ class Runner:
         """Reserve the step's pages and lay out its geometry."""
         sequence = step.sequence
         past, end = sequence.closed, sequence.length + len(step.tokens)
+        if self.tails is not None:
+            sequence.tail = sequence.tail or self.tails.open()
+            sequence.tail.reserve(sequence.length, end)
         fresh = self.host.allocate(page_count(end) - len(sequence.pages))
         self.pool.pinned[fresh] = True
         return Frame(
@@ -105,6 +136,7 @@ class Runner:
             first_row=sequence.length - past * PAGE,
             identity=fits(past, len(sequence.pages) + len(fresh) - past, step.budget.pool),
             rope=self.model.rope,
+            sliding_rope=self.model.sliding_rope,
         )
 
     def _logits(self, frames: list[Frame], hidden: Tensor) -> list[Tensor | None]:
@@ -125,6 +157,9 @@ class Runner:
         return torch.cat([self._counted(frame, layer, *qkv) for frame, *qkv in parts])
 
     def _counted(self, frame: Frame, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if layer not in self._row:
+            return self._slide(frame, self._tail_row[layer], q, k, v)
+        layer = self._row[layer]
         before = copy(self.transfer.stats)
         hidden = self._attend(frame, layer, q, k, v)
         frame.step.trace.moved.add(self.transfer.stats, before)
@@ -154,6 +189,8 @@ class Runner:
         freed = self.host.release(pages)
         self.pool.drop(freed)
         self.digests.forget(freed)
+        if self.tails is not None:
+            self.tails.forget(freed)
 
     def _attend(self, frame: Frame, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store the chunk's keys and values, bring the window in, and attend. Shapes as in `Attend`."""
@@ -194,6 +231,13 @@ class Runner:
         frame.step.trace.hidden_pages = max(frame.step.trace.hidden_pages, hidden)
         frame.step.trace.over_pool |= not frame.identity
         return partial.result()
+
+    def _slide(self, frame: Frame, row: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """A layer that sees its window only, whatever the mode and the pool. Shapes as in `Attend`."""
+        sequence, turns = frame.step.sequence, frame.sliding_turns
+        keys, values = sequence.tail.append(row, rotate(k, *turns), v, sequence.length)
+        window, scale = self.model.config.window, self.model.sliding_rope.score_scale
+        return attend_window(rotate(q, *turns), keys, values, window, scale)
 
     def _store(self, frame: Frame, layer: int, k: Tensor, v: Tensor) -> None:
         """Write the chunk's keys, rotated by their offset in the page, and values into the own pages' slots."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from engine.config import PAGE
+from engine.kv.tail import Tail
 
 
 @dataclass
@@ -16,6 +17,8 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     tags: list[str] = field(default_factory=list)
+    tail: Tail | None = None  # of the layers that slide, if there are any and something was computed or resumed
+    marks: set[int] = field(default_factory=set)  # tokens after which others may want to resume; each a page's end
 
     @property
     def length(self) -> int:

@@ -27,7 +27,7 @@ class Session:
 
     def __init__(self, runner: Runner, prepared: Prepared, tokenizer: Tokenizer) -> None:
         self.prepared = prepared
-        self.sequence = Sequence()
+        self.sequence = Sequence(marks={prepared.query[0] // PAGE * PAGE})
         self.trace = Trace()
         self.recall = Recall(
             prepared.settings, runner.host.shape, runner.digests, runner.model.rope, runner.transfer.load

@@ -58,6 +58,7 @@ class Frame:
     first_row: int  # tokens that the first own page already holds
     identity: bool  # everything fits in the pool
     rope: Rotary
+    sliding_rope: Rotary
 
     @cached_property
     def ids(self) -> np.ndarray:
@@ -84,6 +85,13 @@ class Frame:
     def offset_turns(self) -> tuple[Tensor, Tensor]:
         """cos and sin of each token's offset in its page: the keys' rotation."""
         return self.rope.cos_sin(self.rows % PAGE)
+
+    @cached_property
+    def sliding_turns(self) -> tuple[Tensor, Tensor]:
+        """cos and sin of the tokens' true positions: queries and keys of layers that slide."""
+        return self.sliding_rope.cos_sin(
+            torch.arange(self.step.sequence.length, self.end, device=self.rope.inv_freq.device)
+        )
 
     @property
     def tag(self) -> str:

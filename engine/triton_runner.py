@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine.config import PAGE
 from engine.driven import DrivenSteps
+from engine.errors import EngineError
 from engine.ops import triton_pages
 from engine.ops.triton_layers import TRITON
 from engine.recall.select import EMPTY
@@ -150,6 +151,8 @@ class TritonCandidate:
         self.name = f"triton-sm{capability[0]}{capability[1]}"
 
     def build(self) -> TritonRunner:
+        if self.base.tails is not None:
+            raise EngineError("there are no kernels yet for layers that slide")
         return TritonRunner(self.base)
 
     def disagreement(self, built: TritonRunner) -> str:

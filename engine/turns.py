@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from engine.config import EngineConfig
+from engine.config import PAGE, EngineConfig
 from engine.errors import OutOfMemoryError
 from engine.kv.budget import WindowBudget
 from engine.kv.page import page_count
@@ -58,9 +58,13 @@ class Turns:
     def _resume(self, session: Session) -> None:
         """Take the longest checkpoint that this request accepts; at least one token is always computed."""
         pages, tags = self.prefix.match(session.prepared.tokens[:-1], Session.accepts(session.prepared))
-        self.runner.host.retain(pages)
-        self.runner.release(session.sequence.pages)
-        session.resume(pages, tags)
+        count, sequence = self.runner.resumable(pages), session.sequence
+        if count < len(pages):  # prompts part here: the next one that does shall find where to go on from
+            sequence.marks.add(len(pages) * PAGE)
+        self.runner.host.retain(pages[:count])
+        self.runner.release(sequence.pages)
+        session.resume(pages[:count], tags[:count])
+        self.runner.resume_tail(sequence)
 
     def _follow(self, session: Session) -> None:
         """Note who computes the longest prefix that `session` lacks: it is computed, and stored, once.
@@ -76,6 +80,8 @@ class Turns:
         shared = {other: shared_tokens(other.prepared.tokens, session.prepared.tokens[:-1]) for other in ahead}
         leader = max(ahead, key=shared.__getitem__, default=None)
         session.follows = (leader, shared[leader]) if leader and shared[leader] > session.cached else None
+        if session.follows:
+            leader.sequence.marks.add(shared[leader])
 
     @staticmethod
     def _waits(session: Session) -> bool:
@@ -204,9 +210,11 @@ class Turns:
         if self.config.reuse:
             sequence = session.sequence
             self.runner.transfer.settle(wait=True)
-            self.runner.host.retain(
-                self.prefix.publish(sequence.tokens, sequence.pages[: sequence.closed], sequence.tags)
-            )
+            pages = sequence.pages[: sequence.closed]
+            self.runner.keep_end(sequence)
+            self.runner.host.retain(self.prefix.publish(sequence.tokens, pages, sequence.tags))
+            if self.runner.tails is not None:
+                self.runner.tails.hand_over(pages, self.prefix.standing(sequence.tokens, sequence.tags))
 
 
 def named(error: Exception) -> Exception:

@@ -27,7 +27,8 @@ def save_gguf(
     `raw` replaces tensors by bytes of a type that `gguf` can't quantise to. `scaling` adds rope keys, and under
     "rope_freqs" the tensor of that name.
     """
-    config, family = model.config, model.config.model_type
+    config, family = model.config, model.config.model_type.removesuffix("_text")
+    rope = config.rope_parameters
     writer = gguf.GGUFWriter(path, family)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -38,7 +39,9 @@ def save_gguf(
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
     writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    if family == "gemma3":
+        writer.add_sliding_window(config.sliding_window)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
     add_byte_level(writer, tiny_tokenizer(), config.vocab_size, pre)
@@ -50,7 +53,7 @@ def save_gguf(
                 f"{family}.{key}", value
             )
     names = gguf.get_tensor_name_map(
-        {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2, "qwen3": gguf.MODEL_ARCH.QWEN3}[family],
+        gguf.MODEL_ARCH[family.upper()],
         config.num_hidden_layers,
     )
     quant = gguf.GGMLQuantizationType[kind]
@@ -62,6 +65,8 @@ def save_gguf(
             values = _interleave(values, config.num_attention_heads)
         if family == "llama" and ".self_attn.k_proj." in name:
             values = _interleave(values, config.num_key_value_heads)
+        if family == "gemma3" and name.endswith("norm.weight"):
+            values = values + 1
         target = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if raw and target in raw:
             writer.add_tensor(target, raw[target][0], raw_dtype=raw[target][1])

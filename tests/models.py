@@ -43,6 +43,7 @@ _CLASSES = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
 }
 TEXTS = (
     "The quick brown fox jumps over the lazy dog.",
@@ -81,6 +82,14 @@ def smollm2_file() -> Path:
     path = Path(os.environ.get("KVRING_SMOLLM2") or cache_folder() / CATALOGUE["smollm2-135m"].file)
     if not path.exists():
         pytest.skip("SmolLM2 is not on this machine: kvring pull smollm2-135m")
+    return path
+
+
+def gemma_file() -> Path:
+    """The Gemma 3 270M GGUF from KVRING_GEMMA3 or the cache; skips where it was never pulled."""
+    path = Path(os.environ.get("KVRING_GEMMA3") or cache_folder() / CATALOGUE["gemma3-270m"].file)
+    if not path.exists():
+        pytest.skip("Gemma 3 is not on this machine: kvring pull gemma3-270m")
     return path
 
 
@@ -129,6 +138,8 @@ def tiny_model(family: str, seed: int = 0, **changes: object) -> transformers.Pr
                 tensor.normal_(0.0, 0.5)
             elif "norm" in name:
                 tensor.uniform_(0.5, 1.5)
+                if family == "gemma3":  # whose norms multiply by 1 + weight
+                    tensor.sub_(1.0)
     return model
 
 
@@ -150,14 +161,16 @@ def tiny_folder(folder: Path, family: str = "llama", seed: int = 0, **changes: o
 
 def dense_logits(transformer: Transformer, tokens: Sequence[int]) -> Tensor:
     """Logits of every position, float32 [T, vocab], with plain causal attention over true positions."""
-    rope = transformer.rope
-    positions = torch.arange(len(tokens))
+    positions, config = torch.arange(len(tokens)), transformer.config
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        slides = layer in config.sliding
+        rope = transformer.sliding_rope if slides else transformer.rope
         group = q.shape[1] // k.shape[1]
         q, k = rope.rotate(q, positions), rope.rotate(k, positions).repeat_interleave(group, 1)
         scores = torch.einsum("thd,shd->hts", q, k) * rope.score_scale
-        scores.masked_fill_(positions[None, :] > positions[:, None], float("-inf"))
+        distance = positions[:, None] - positions[None, :]
+        scores.masked_fill_((distance < 0) | (slides & (distance >= config.window)), float("-inf"))
         return torch.einsum("hts,shd->thd", scores.softmax(-1), v.repeat_interleave(group, 1))
 
     with torch.inference_mode():

@@ -26,7 +26,8 @@ from tests.models import (
     tiny_model,
 )
 
-# GGUF. head_dim 128 for qwen3, because transformers doesn't read the head's size of such a file.
+# GGUF. head_dim 128 for qwen3, because transformers doesn't read the head's size of such a file; 256 for gemma3, as
+# that is what it divides scores by.
 GGUF_MODELS = {
     "llama": ("llama", {}),
     "llama, 9 over 3, tied": (
@@ -41,6 +42,10 @@ GGUF_MODELS = {
     ),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {"head_dim": 128}),
+    "gemma3": (
+        "gemma3",
+        {"num_hidden_layers": 7, "sliding_window": 24, "head_dim": 256, "tie_word_embeddings": True},
+    ),
 }
 KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
 

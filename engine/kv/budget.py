@@ -92,10 +92,12 @@ class Capacity:
     staging_bytes: int
     notes: tuple[str, ...] = ()
     host_reason: str = "what the longest context needs"
+    tail_bytes: int = 0  # of layers that slide, on the device
+    snapshot_bytes: int = 0  # of tails, on the host
 
     @property
     def device_bytes(self) -> int:
-        return self.weight_bytes + self.pool_bytes + self.digest_bytes + self.staging_bytes
+        return self.weight_bytes + self.pool_bytes + self.digest_bytes + self.staging_bytes + self.tail_bytes
 
 
 def share_window(pool: int, sink_tokens: int, share: int, chunk_tokens: int, retrieve: str | int) -> WindowBudget:
@@ -133,11 +135,14 @@ def plan_capacity(
     weight_bytes: int,
     digest_token_bytes: int,
     staging_pages: int,
+    tail_bytes: int = 0,
+    snapshot_bytes: int = 0,
 ) -> Capacity:
     """The sizes for `config` with `memory` free, or a ConfigError that names what fell short and the knob."""
     notes: list[str] = []
     ram = min(memory.ram, config.ram_limit_bytes) if config.ram_limit_bytes else memory.ram
-    ram_room = max(0, ram - RAM_HEADROOM)
+    beside = snapshot_bytes + (tail_bytes if memory.device is None else 0)
+    ram_room = max(0, ram - RAM_HEADROOM - beside)
     asked = config.host_kv_bytes if isinstance(config.host_kv_bytes, int) else None
     host_room = ram_room if asked is None else min(ram_room, asked)
     page, fixed = shape.page_bytes, 0
@@ -165,7 +170,7 @@ def plan_capacity(
     digest_page = PAGE * digest_token_bytes if ring else 0
     host_reason = Capacity.host_reason if asked is None else "--host-kv-gib"
     if config.host_kv_bytes == "auto":
-        fixed = weight_bytes + pool * shape.page_bytes + 2 * staging_pages * shape.layer_page_bytes
+        fixed = weight_bytes + tail_bytes + pool * shape.page_bytes + 2 * staging_pages * shape.layer_page_bytes
         limit = _device_limit(config, memory)
         spare = None if limit is None else max(0, limit - fixed - logical * digest_page)
         host, host_reason = _automatic_host(logical, shape.page_bytes, digest_page, ram_room, spare)
@@ -178,7 +183,8 @@ def plan_capacity(
         free = "RAM is free" if ram == memory.ram else "RAM is allowed"
         raise ConfigError(
             f"the host store for {context:,} tokens needs {format_bytes(host_bytes)}; {format_bytes(ram)} of {free} "
-            f"and {format_bytes(RAM_HEADROOM)} of it is left to the system",
+            f"and {format_bytes(RAM_HEADROOM)} of it is left to the system"
+            + (f", {format_bytes(beside)} to layers that slide" if beside else ""),
             f"--max-context {fits} is the largest that fits" if fits else "free memory, or raise --ram-limit",
         )
     # A pool that holds the whole context shares it out too, should a smaller request budget be asked for.
@@ -202,6 +208,8 @@ def plan_capacity(
         staging_bytes=2 * staging_pages * shape.layer_page_bytes,
         notes=tuple(notes),
         host_reason=host_reason,
+        tail_bytes=tail_bytes,
+        snapshot_bytes=snapshot_bytes,
     )
     _check_device(config, shape, memory, capacity, host * PAGE * digest_token_bytes)
     return capacity
@@ -266,21 +274,28 @@ def _pool_pages(config: EngineConfig, logical: int, trained: int) -> int:
 def _check_device(config: EngineConfig, shape: KVShape, memory: Memory, capacity: Capacity, ring_digests: int) -> None:
     limit = _device_limit(config, memory)
     if limit is None:
-        if capacity.host_bytes + capacity.device_bytes - capacity.weight_bytes > memory.ram - RAM_HEADROOM:
+        used = capacity.host_bytes + capacity.device_bytes - capacity.weight_bytes + capacity.snapshot_bytes
+        if used > memory.ram - RAM_HEADROOM:
             raise ConfigError(
                 f"pool {format_bytes(capacity.pool_bytes)} + host store {format_bytes(capacity.host_bytes)} + digests "
-                f"{format_bytes(capacity.digest_bytes)} exceed the {format_bytes(memory.ram)} of RAM that is free, "
-                f"{format_bytes(RAM_HEADROOM)} of it left to the system",
-                _smaller_context(shape, capacity, memory.ram - RAM_HEADROOM),
+                f"{format_bytes(capacity.digest_bytes)}{_sliding(capacity.tail_bytes + capacity.snapshot_bytes)} "
+                f"exceed the {format_bytes(memory.ram)} of RAM that is free, {format_bytes(RAM_HEADROOM)} of it left "
+                "to the system",
+                _smaller_context(shape, capacity, memory.ram - RAM_HEADROOM - capacity.snapshot_bytes),
             )
         return
     if capacity.device_bytes > limit:
         raise ConfigError(
             f"weights {format_bytes(capacity.weight_bytes)} + pool {format_bytes(capacity.pool_bytes)} + digests "
-            f"{format_bytes(capacity.digest_bytes)} + staging {format_bytes(capacity.staging_bytes)} = "
-            f"{format_bytes(capacity.device_bytes)} exceed the device's {format_bytes(limit)}",
+            f"{format_bytes(capacity.digest_bytes)} + staging {format_bytes(capacity.staging_bytes)}"
+            f"{_sliding(capacity.tail_bytes)} = {format_bytes(capacity.device_bytes)} exceed the device's "
+            f"{format_bytes(limit)}",
             _smaller_device(shape, capacity, limit, ring_digests),
         )
+
+
+def _sliding(size: int) -> str:
+    return f" + layers that slide {format_bytes(size)}" if size else ""
 
 
 def _device_limit(config: EngineConfig, memory: Memory) -> int | None:
@@ -291,13 +306,13 @@ def _device_limit(config: EngineConfig, memory: Memory) -> int | None:
 
 def _smaller_context(shape: KVShape, capacity: Capacity, room: int) -> str:
     per_page = shape.page_bytes + capacity.digest_bytes // max(1, capacity.host_pages)
-    pages = (room - capacity.pool_bytes - capacity.staging_bytes) // per_page
+    pages = (room - capacity.pool_bytes - capacity.staging_bytes - capacity.tail_bytes) // per_page
     return f"--max-context {max(0, pages) * PAGE} is the largest that fits" if pages > 0 else "a smaller --kv-capacity"
 
 
 def _smaller_device(shape: KVShape, capacity: Capacity, limit: int, digests: int) -> str:
     """`digests`: what they take once the pool is smaller than the context, which this advice makes it."""
-    fixed = capacity.weight_bytes + capacity.staging_bytes + digests
+    fixed = capacity.weight_bytes + capacity.staging_bytes + capacity.tail_bytes + digests
     pool = (limit - fixed) // shape.page_bytes
     if pool > capacity.window.sink + 1 + WORKING:
         return f"--kv-capacity {pool * PAGE} is the largest pool that fits"

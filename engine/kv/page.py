@@ -11,6 +11,8 @@ The invariants (`Engine.audit()` checks them; tests call it after every step):
 6. A published checkpoint refers to no copy in flight.
 7. Cancel, error and out-of-memory at any point leave 1-6 true, and the next request is served.
 8. What came back from the host is byte for byte what went there.
+9. Layers that slide have no pages: a sequence's tail holds what its last page's first token sees, and a snapshot of a
+   tail lives no longer than the page at whose end it stands.
 
 A page's id is its place in the host store. It is given when the page opens and kept until nobody refers to it.
 """

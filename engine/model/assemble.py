@@ -38,6 +38,8 @@ class Layout:
     layer: dict[str, str]
     derived: tuple[str, ...]
     reorder: Reorder = as_it_is
+    norm_offset: float = 0.0  # a norm's weight is what the file holds and this
+    ignored: tuple[str, ...] = ()  # starts of names of what the model doesn't need
 
 
 def top_shapes(config: ModelConfig) -> Shapes:
@@ -67,6 +69,8 @@ def layer_shapes(config: ModelConfig) -> Shapes:
         shapes.update(o_bias=(hidden,))
     if config.qk_norm:
         shapes.update(q_norm=(config.head_dim,), k_norm=(config.head_dim,))
+    if config.sandwich:
+        shapes.update(attention_out_norm=(hidden,), mlp_out_norm=(hidden,))
     if config.mlp_bias:
         shapes.update(gate_bias=(ffn,), up_bias=(ffn,), down_bias=(hidden,))
     return shapes
@@ -104,6 +108,13 @@ def assemble(
         ]
         return pack_four_bit(*stacked)
 
+    def norm(names: dict[str, str], part: str, present: bool = True) -> Tensor | None:
+        """In the model's dtype, or in float32 where the model's norms are."""
+        if not present:
+            return None
+        whole = torch.cat([block for _, block in source.blocks(names[part])])
+        return (whole.float() + layout.norm_offset).to(device, torch.float32 if config.sandwich else dtype)
+
     def maybe(present: bool, names: dict[str, str], *parts: str) -> Tensor | None:
         return load(names, *parts) if present else None
 
@@ -112,16 +123,18 @@ def assemble(
         names = layer_names(layout.layer, index)
         layers.append(
             LayerWeights(
-                attention_norm=load(names, "attention_norm"),
+                attention_norm=norm(names, "attention_norm"),
                 qkv=load(names, "q", "k", "v"),
                 o=load(names, "o"),
-                mlp_norm=load(names, "mlp_norm"),
+                mlp_norm=norm(names, "mlp_norm"),
                 gate_up=load(names, "gate", "up"),
                 down=load(names, "down"),
                 qkv_bias=maybe(config.attention_bias, names, "q_bias", "k_bias", "v_bias"),
                 o_bias=maybe(config.output_bias, names, "o_bias"),
-                q_norm=maybe(config.qk_norm, names, "q_norm"),
-                k_norm=maybe(config.qk_norm, names, "k_norm"),
+                q_norm=norm(names, "q_norm", config.qk_norm),
+                k_norm=norm(names, "k_norm", config.qk_norm),
+                attention_out_norm=norm(names, "attention_out_norm", config.sandwich),
+                mlp_out_norm=norm(names, "mlp_out_norm", config.sandwich),
                 gate_up_bias=maybe(config.mlp_bias, names, "gate_bias", "up_bias"),
                 down_bias=maybe(config.mlp_bias, names, "down_bias"),
                 qkv_four=four(names, "q", "k", "v"),
@@ -136,7 +149,7 @@ def assemble(
         head = load(layout.top, "head")
         if config.tied and torch.equal(head, embed):  # a file may hold the embedding twice, and transformers unties
             head = embed  # those whose copies differ
-    return Weights(embed=embed, layers=tuple(layers), norm=load(layout.top, "norm"), head=head)
+    return Weights(embed=embed, layers=tuple(layers), norm=norm(layout.top, "norm"), head=head)
 
 
 def check_table(config: ModelConfig, source: WeightSource, layout: Layout) -> None:
@@ -160,7 +173,11 @@ def check_table(config: ModelConfig, source: WeightSource, layout: Layout) -> No
                 f"the config needs {list(shape)}",
                 "the weights and the config are of different models: download both again",
             )
-    left = [name for name in source.shapes if name not in expected and not name.endswith(layout.derived)]
+    left = [
+        name
+        for name in source.shapes
+        if name not in expected and not name.endswith(layout.derived) and not name.startswith(layout.ignored)
+    ]
     if left:
         raise ModelError(
             f"{len(left)} tensors of the file have no place in a {config.family} model, the first is {_few(left)}",

@@ -6,10 +6,12 @@ import math
 from typing import Any
 
 from engine.errors import ModelError
+from engine.model import gemma
 from engine.model.config import ModelConfig
 from engine.ops.rope import RopeConfig
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
+_LAYERS_27B = 62
 _SCALINGS = ("none", "linear", "yarn")
 
 
@@ -29,7 +31,7 @@ def from_gguf(
     read = _Keys(metadata, family)
     if read.whole("expert_count", 0):
         raise ModelError("this model is a mixture of experts", "use a dense llama, qwen2 or qwen3 model")
-    if read.whole("attention.sliding_window", 0):
+    if family != "gemma3" and read.whole("attention.sliding_window", 0):
         raise ModelError("this model's layers use a sliding window, which the ring would fight", "use another model")
     if "token_embd.weight" not in shapes:
         raise ModelError("tensor 'token_embd.weight' is missing", "download the file again")
@@ -42,7 +44,8 @@ def from_gguf(
             "use a model whose heads are rotated whole and whose keys and values are of one size",
         )
     context = read.whole("context_length")
-    rope = _rope(read, divisors)
+    rope = _rope(read, divisors, gemma.GLOBAL_THETA if family == "gemma3" else 10000.0)
+    own = _gemma(read, hidden, heads, head_dim) if family == "gemma3" else {"qk_norm": family == "qwen3"}
     stretched = int(rope.factor * rope.original_context) if rope.kind == "yarn" else 0
     return ModelConfig(
         family=family,
@@ -60,9 +63,20 @@ def from_gguf(
         attention_bias=family == "qwen2" or "blk.0.attn_q.bias" in shapes,
         output_bias="blk.0.attn_output.bias" in shapes,
         mlp_bias="blk.0.ffn_gate.bias" in shapes,
-        qk_norm=family == "qwen3",
         bos=metadata.get("tokenizer.ggml.bos_token_id"),
+        **own,
     )
+
+
+def _gemma(read: _Keys, hidden: int, heads: int, head_dim: int) -> dict[str, Any]:
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if read.number(key, 0):
+            raise ModelError(f"this model has {key} {read.number(key)}, which is not supported", "use a Gemma 3 model")
+    layers = read.whole("block_count")
+    # The 27B divides by its embedding's share of a head; llama.cpp too knows it by its layers.
+    scalar = hidden / heads if layers == _LAYERS_27B else head_dim
+    local = RopeConfig(theta=float(read.number("rope.freq_base_swa", gemma.LOCAL_THETA)))
+    return gemma.gemma_fields(hidden, read.sliding(layers), read.whole("attention.sliding_window"), local, scalar)
 
 
 class _Keys:
@@ -85,12 +99,21 @@ class _Keys:
     def text(self, key: str, default: str) -> str:
         return str(self._metadata.get(f"{self._family}.{key}", default))
 
+    def sliding(self, layers: int) -> tuple[int, ...]:
+        """The layers that slide: all but every n-th, or as a list of the layers says."""
+        given = self._metadata.get(f"{self._family}.attention.sliding_window_pattern")
+        if given is None or isinstance(given, int):
+            return gemma.every_but_sixth(layers, given or gemma.PATTERN)
+        if len(given) != layers:
+            raise ModelError(f"the file says of {len(given)} layers whether they slide", f"the model has {layers}")
+        return tuple(layer for layer, slides in enumerate(given) if slides)
+
     def has(self, key: str) -> bool:
         return f"{self._family}.{key}" in self._metadata
 
 
-def _rope(read: _Keys, divisors: tuple[float, ...] | None) -> RopeConfig:
-    theta = float(read.number("rope.freq_base", 10000.0))
+def _rope(read: _Keys, divisors: tuple[float, ...] | None, theta: float) -> RopeConfig:
+    theta = float(read.number("rope.freq_base", theta))
     kind = read.text("rope.scaling.type", "none")
     factor = float(read.number("rope.scaling.factor", read.number("rope.scale_linear", 1.0)))
     if kind == "none" and read.has("rope.scale_linear"):

@@ -5,21 +5,34 @@ from __future__ import annotations
 from typing import Any
 
 from engine.errors import ModelError
+from engine.model import gemma
 from engine.model.config import ModelConfig
 from engine.ops.rope import KINDS, RopeConfig
 
-ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Gemma3ForCausalLM": "gemma3",
+    "Gemma3ForConditionalGeneration": "gemma3",
+}
 _THETA = 10000.0
 
 
 def from_hf(config: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
     """Read the two files' dicts. Raises ModelError for what this engine doesn't compute, naming what it does."""
     family = _family(config)
-    _refuse_what_differs(config)
+    if family == "gemma3":
+        config = gemma.flatten(config)
+    _refuse_what_differs(config, family)
     heads = _whole(config, "num_attention_heads")
     hidden = _whole(config, "hidden_size")
     context = _whole(config, "max_position_embeddings")
-    rope = _rope(config, context)
+    own: dict[str, Any] = {"qk_norm": family == "qwen3"}
+    rope_source = config
+    if family == "gemma3":
+        own, rope_source = _gemma(config), gemma.rope_parameters(config, "full_attention")
+    rope = _rope(rope_source, context)
     stretched = int(rope.factor * rope.original_context) if rope.kind == "yarn" else 0
     bias = bool(config.get("attention_bias", False))
     return ModelConfig(
@@ -38,10 +51,18 @@ def from_hf(config: dict[str, Any], generation: dict[str, Any] | None = None) ->
         attention_bias=True if family == "qwen2" else bias,
         output_bias=False if family == "qwen2" else bias,
         mlp_bias=bool(config.get("mlp_bias", False)) and family == "llama",
-        qk_norm=family == "qwen3",
         eos=_token_ids(config.get("eos_token_id"), (generation or {}).get("eos_token_id")),
         bos=config.get("bos_token_id"),
+        **own,
     )
+
+
+def _gemma(config: dict[str, Any]) -> dict[str, Any]:
+    layers = _whole(config, "num_hidden_layers")
+    local = _rope(gemma.rope_parameters(config, "sliding_attention"), _whole(config, "max_position_embeddings"))
+    sliding, window = gemma.layers_that_slide(config, layers), _whole(config, "sliding_window")
+    scalar = float(config["query_pre_attn_scalar"])
+    return gemma.gemma_fields(_whole(config, "hidden_size"), sliding, window, local, scalar)
 
 
 def _family(config: dict[str, Any]) -> str:
@@ -53,13 +74,15 @@ def _family(config: dict[str, Any]) -> str:
     raise ModelError(f"this model is a {found}", f"architectures that work: {', '.join(ARCHITECTURES)}")
 
 
-def _refuse_what_differs(config: dict[str, Any]) -> None:
+def _refuse_what_differs(config: dict[str, Any], family: str) -> None:
     """Settings that change the computation in ways that this engine doesn't follow."""
-    act = config.get("hidden_act", "silu")
+    act = config.get("hidden_act", "silu") if family != "gemma3" else "silu"
     if act not in ("silu", "swish"):
         raise ModelError(f"activation '{act}' is not supported", "use a model with hidden_act silu")
     sliding = config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ())
-    if sliding:
+    if family == "gemma3":
+        gemma.refuse_what_differs(config)
+    elif sliding:
         raise ModelError(
             "this model's layers use a sliding window, which the ring would fight",
             "set use_sliding_window to false in config.json if the model was trained to work without it",

@@ -118,6 +118,10 @@ def _open_folder(folder: Path) -> OpenedModel:
     source = SafetensorsFolder(folder)
     tokenizer, chat = text_of_folder(folder, config.bos, config.eos)
     layout = Layout(names.HF_TOP, names.HF_LAYER, names.HF_DERIVED)
+    if config.family == "gemma3":
+        layout = Layout(*names.gemma_tables(source.shapes), names.HF_DERIVED, norm_offset=1.0, ignored=names.PICTURES)
+        if any(name.startswith(names.PICTURES) for name in source.shapes):
+            config = replace(config, left_out="the part that sees pictures")
     return OpenedModel(source, _with_text(config, tokenizer), layout, tokenizer, chat, "safetensors")
 
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from engine.model.config import ModelConfig
 from engine.ops.linear import FourBit, linear
-from engine.ops.norm import TORCH, Passes
+from engine.ops.norm import TORCH, Passes, geglu, rms_norm
 from engine.ops.rope import Rotary
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -28,7 +29,7 @@ q and k are un-rotated (after bias and QK norm). The callee rotates, stores K an
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer. Q = heads * head_dim, K = kv_heads * head_dim; all of the model's dtype."""
+    """One layer. Q = heads * head_dim, K = kv_heads * head_dim; all of the model's dtype, a Gemma's norms float32."""
 
     attention_norm: Tensor  # [hidden]
     qkv: Tensor  # [Q + 2K, hidden]
@@ -42,6 +43,8 @@ class LayerWeights:
     k_norm: Tensor | None = None  # [head_dim]
     gate_up_bias: Tensor | None = None  # [2 * ffn]
     down_bias: Tensor | None = None  # [hidden]
+    attention_out_norm: Tensor | None = None  # [hidden]
+    mlp_out_norm: Tensor | None = None  # [hidden]
     # the same matrices as 4-bit codes, where the file holds them so and one row is computed on a CPU in bfloat16
     qkv_four: FourBit | None = None
     o_four: FourBit | None = None
@@ -67,7 +70,12 @@ class Transformer:
         self.weights = weights
         self.device = weights.embed.device
         self.dtype = weights.embed.dtype
-        self.rope = Rotary(config.rope, config.head_dim, self.device)
+        self.rope = Rotary(config.rope, config.head_dim, self.device, config.query_scale)
+        self.sliding_rope = self.rope
+        if config.sliding_rope is not None:
+            self.sliding_rope = Rotary(config.sliding_rope, config.head_dim, self.device, config.query_scale)
+        self._gate = geglu if config.gelu else None
+        self._scale = torch.tensor(config.embedding_scale, dtype=self.dtype, device=self.device)
         self._parts = [config.heads, config.kv_heads, config.kv_heads]
 
     @property
@@ -80,14 +88,21 @@ class Transformer:
         """tokens int64 [T] -> final-normed hidden states [T, hidden] of the model's dtype."""
         eps = self.config.norm_eps
         hidden, delta = F.embedding(tokens, self.weights.embed), None  # [T, hidden]
+        if self.config.embedding_scale != 1.0:
+            hidden = hidden * self._scale
+        gate = self._gate or passes.swiglu
         for index, layer in enumerate(self.weights.layers):
             hidden, x = passes.add_rms_norm(hidden, delta, layer.attention_norm, eps)
             q, k, v = self._project(layer, x, passes)
             attended = attend(index, q, k, v).reshape(tokens.shape[0], -1)  # [T, heads * head_dim]
             delta = linear(attended, layer.o, layer.o_bias, layer.o_four)
+            if layer.attention_out_norm is not None:
+                delta = rms_norm(delta, layer.attention_out_norm, eps)
             hidden, x = passes.add_rms_norm(hidden, delta, layer.mlp_norm, eps)
             gate_up = linear(x, layer.gate_up, layer.gate_up_bias, layer.gate_up_four)
-            delta = linear(passes.swiglu(gate_up), layer.down, layer.down_bias, layer.down_four)
+            delta = linear(gate(gate_up), layer.down, layer.down_bias, layer.down_four)
+            if layer.mlp_out_norm is not None:
+                delta = rms_norm(delta, layer.mlp_out_norm, eps)
         return passes.add_rms_norm(hidden, delta, self.weights.norm, eps)[1]
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -13,9 +13,11 @@ from torch import Tensor
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension; statistics in float32, result in `x.dtype`.
 
-    x [..., n], weight [n] of the same dtype. On a CPU torch's own kernel is one call where the formula is six, which
-    a decode step of 60 norms feels.
+    x [..., n], weight [n] of the same dtype, or float32: then it multiplies before the result is rounded. On a CPU
+    torch's own kernel is one call where the formula is six, which a decode step of 60 norms feels.
     """
+    if weight.dtype != x.dtype:
+        return torch.rms_norm(x.to(weight.dtype), (x.shape[-1],), weight, eps).to(x.dtype)
     return torch.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
@@ -29,6 +31,12 @@ def swiglu(gate_up: Tensor) -> Tensor:
     """[T, 2 * n] -> silu(first half) * second half, [T, n]."""
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate) * up
+
+
+def geglu(gate_up: Tensor) -> Tensor:
+    """[T, 2 * n] -> gelu(first half, its tanh form) * second half, [T, n]."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.gelu(gate, approximate="tanh") * up
 
 
 def head_norm(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -129,17 +129,19 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Rotary:
     """The rotations of one model, on one device.
 
-    `inv_freq` float32 [head_dim / 2]; `score_scale` is what q.k is multiplied by before the softmax: 1/sqrt(head_dim),
-    times m*m under yarn.
+    `inv_freq` float32 [head_dim / 2]; `score_scale` is what q.k is multiplied by before the softmax: 1/sqrt(head_dim)
+    or the model's own `scale`, times m*m under yarn.
     """
 
-    def __init__(self, config: RopeConfig, head_dim: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, config: RopeConfig, head_dim: int, device: torch.device | str = "cpu", scale: float | None = None
+    ) -> None:
         if head_dim % 2:
             raise ModelError(f"rotary embedding needs an even head size, not {head_dim}")
         self.config = config
         self.head_dim = head_dim
         self.attention_factor = attention_factor(config)
-        self.score_scale = self.attention_factor**2 / math.sqrt(head_dim)
+        self.score_scale = self.attention_factor**2 * scale if scale else self.attention_factor**2 / math.sqrt(head_dim)
         self.inv_freq = inverse_frequencies(config, head_dim).to(device)
         self._inv_freq64 = self.inv_freq.double()
         self._reach = -1
