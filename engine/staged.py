@@ -102,12 +102,11 @@ class StagedChunk:
         """Store the chunk's k and v, and attend: shapes as in `model.transformer.Attend`."""
         stager, scale = self.stager, self.stager.rope.score_scale
         if self._turned is None:
-            self._turned = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+            self._turned = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         pool = stager.pool.data[layer]
         triton_pages.append(
             q, k, v, self._turned, pool, self._own_slots[layer], self._own_ids, self._geometry, self._offsets
         )
-        turned = self._turned.to(q.dtype)
         out, lse = None, None
         for part in self._parts:
             segment = self._ahead or self._stage(layer, *part)
@@ -116,14 +115,14 @@ class StagedChunk:
                 torch.cuda.current_stream().wait_event(segment.ready)
             pieces = self._own_pieces(segment) if part == self._parts[-1] else [(segment.keys, segment.values, False)]
             for keys, values, causal in pieces:
-                more, more_lse = stager.kernel(turned, keys, values, causal, scale)
+                more, more_lse = stager.kernel(self._turned, keys, values, causal, scale)
                 if out is None:
                     out, lse = more.float().contiguous(), more_lse.contiguous().clone()
                 else:
-                    merge_into(out, lse, more.contiguous(), more_lse.contiguous())
+                    merge_into(out, lse, more, more_lse)
             if segment.ready is not None:
                 stager.free[segment.buffer].record()
-        return out.transpose(0, 1).to(q.dtype)
+        return out.to(q.dtype)
 
     def _stage_next(self, layer: int, part: tuple[int, int]) -> Segment | None:
         """Begin with what is attended to after `part`: the layer's next part, or the next layer's first past one."""

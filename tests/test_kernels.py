@@ -126,9 +126,9 @@ def test_paged_attention_is_the_reference(dim, heads, kv_heads, tokens, first, p
     assert int(counters[g.STREAMED]) == met
 
 
-@pytest.mark.parametrize("dim", [64, 80, 128])
-def test_page_scores_and_closed_codes_are_the_reference(dim):
-    heads, kv_heads, past, tokens = 4, 2, 7, 2
+@pytest.mark.parametrize(("dim", "tokens", "splits"), [(64, 2, 2), (80, 2, 2), (128, 2, 2), (64, 9, 1), (80, 9, 1)])
+def test_page_scores_and_closed_codes_are_the_reference(dim, tokens, splits):
+    heads, kv_heads, past = 4, 2, 7
     scene = Scene(dim, heads, kv_heads, tokens, 0, past, torch.bfloat16)
     codes = torch.zeros(1, past + 10, kv_heads, PAGE, dim // 2, dtype=torch.uint8, device=DEVICE)
     scales = torch.zeros(1, past + 10, kv_heads, PAGE, device=DEVICE)
@@ -148,9 +148,10 @@ def test_page_scores_and_closed_codes_are_the_reference(dim):
     rows = tokens * heads // kv_heads
     torch.testing.assert_close(scores.lse[:, :rows, :past], wanted, atol=2e-2, rtol=2e-3)
     parts = [
-        part[: kv_heads * scores.lse.shape[1] * 2].view(kv_heads, -1, 2)[:, :rows] for part in (scores.top, scores.sum)
+        part[: kv_heads * scores.lse.shape[1] * splits].view(kv_heads, -1, splits)[:, :rows]
+        for part in (scores.top, scores.sum)
     ]
-    assert scores.splits == 2
+    assert scores.splits == splits
     torch.testing.assert_close((parts[1].log() + parts[0]).logsumexp(-1), scores.lse[:, :rows, :past].logsumexp(-1))
     assert (scores.order[:past] == int(triton_score.UNRANKED)).all() and (scores.order[past:] == 0).all()
 
@@ -330,9 +331,9 @@ def test_the_passes_between_the_products():
     torch.testing.assert_close(got[:, :3], rms_norm(plain[:, :3], a, 1e-6))
     torch.testing.assert_close(got[:, 3:5], rms_norm(plain[:, 3:5], b, 1e-6))
     assert torch.equal(got[:, 5:], plain[:, 5:])
-    out, lse = torch.randn(3, 2, 80, device=DEVICE), torch.randn(3, 2, device=DEVICE)
-    more, other = torch.randn(3, 2, 80, device=DEVICE), torch.randn(3, 2, device=DEVICE)
-    share = torch.sigmoid(other - lse)[..., None]
+    out, lse = torch.randn(3, 2, 80, device=DEVICE), torch.randn(2, 3, device=DEVICE)
+    more, other = torch.randn(3, 2, 80, device=DEVICE), torch.randn(2, 3, device=DEVICE)
+    share = torch.sigmoid(other - lse).T[..., None]
     wanted, both = out * (1 - share) + more * share, torch.logaddexp(lse, other)
     triton_layers.merge_into(out, lse, more, other)
     torch.testing.assert_close(out, wanted)

@@ -12,14 +12,14 @@ from engine.ops.attention import attend_reference
 
 
 def cudnn(q: Tensor, keys: Tensor, values: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """q [T, heads, dim], keys and values [kv_head, S, dim] -> out [heads, T, dim] of q's dtype, lse float32 [heads, T].
+    """q [T, heads, dim], keys and values [kv_head, S, dim] -> out [T, heads, dim] of q's dtype, lse float32 [heads, T].
 
     causal: row r sees keys 0..r. RuntimeError where cuDNN doesn't serve.
     """
     out, lse, *_ = ops.aten._scaled_dot_product_cudnn_attention(
         q.transpose(0, 1)[None], keys[None], values[None], None, True, 0.0, causal, False, scale=scale
     )
-    return out[0], lse.view(q.shape[1], q.shape[0])
+    return out[0].transpose(0, 1), lse.view(q.shape[1], q.shape[0])
 
 
 def flash(q: Tensor, keys: Tensor, values: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -29,13 +29,13 @@ def flash(q: Tensor, keys: Tensor, values: Tensor, causal: bool, scale: float) -
     out, lse, *_ = ops.aten._scaled_dot_product_flash_attention(
         q.transpose(0, 1)[None], keys, values, 0.0, causal, False, scale=scale
     )
-    return out[0], lse[0]
+    return out[0].transpose(0, 1), lse[0]
 
 
 def reference(q: Tensor, keys: Tensor, values: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """The same by the plain formula, for dtypes and devices that no kernel takes."""
     out, lse = attend_reference(q, keys, values, 0 if causal else None, scale)
-    return out.transpose(0, 1).contiguous(), lse.transpose(0, 1).contiguous()
+    return out, lse.transpose(0, 1)
 
 
 def choose(q: Tensor, keys: Tensor, values: Tensor) -> tuple[str, object]:

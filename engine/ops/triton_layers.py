@@ -103,23 +103,36 @@ TRITON = Passes(add_rms_norm, swiglu, head_norm)
 
 
 @triton.jit
-def _merge_into(out, lse, more, more_lse, rows, WIDE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
+def _merge_into(
+    out, lse, more, more_lse, tokens, HEADS: tl.constexpr, WIDE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    exists = row < tokens * HEADS
     at = row[:, None] * DIM + tl.arange(0, WIDE)[None, :]
-    inside = (row < rows)[:, None] & (tl.arange(0, WIDE) < DIM)[None, :]
-    a, b = tl.load(lse + row, mask=row < rows, other=0.0), tl.load(more_lse + row, mask=row < rows, other=0.0)
+    inside = exists[:, None] & (tl.arange(0, WIDE) < DIM)[None, :]
+    place = (row % HEADS) * tokens + row // HEADS
+    a, b = tl.load(lse + place, mask=exists, other=0.0), tl.load(more_lse + place, mask=exists, other=0.0)
     top = tl.maximum(a, b)
     safe = tl.where(top == float("-inf"), 0.0, top)
     total = safe + tl.log(tl.exp(a - safe) + tl.exp(b - safe))
     x = tl.load(out + at, mask=inside, other=0.0)
     y = tl.load(more + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + at, x * tl.exp(a - total)[:, None] + y * tl.exp(b - total)[:, None], mask=inside)
-    tl.store(lse + row, total, mask=row < rows)
+    tl.store(lse + place, total, mask=exists)
 
 
 def merge_into(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
-    """Merge one more segment's attention into out float32 [..., dim], lse float32 [...], in place; all contiguous."""
-    dim, rows = out.shape[-1], lse.numel()
-    _merge_into[(triton.cdiv(rows, 16),)](
-        out, lse, more, more_lse, rows, WIDE=triton.next_power_of_2(dim), DIM=dim, BLOCK=16, num_warps=4
+    """Merge one more segment's attention into out float32 [T, heads, dim], lse float32 [heads, T], in place."""
+    tokens, heads, dim = out.shape
+    _merge_into[(triton.cdiv(tokens * heads, 16),)](
+        out,
+        lse,
+        more.contiguous(),
+        more_lse.contiguous(),
+        tokens,
+        HEADS=heads,
+        WIDE=triton.next_power_of_2(dim),
+        DIM=dim,
+        BLOCK=16,
+        num_warps=4,
     )

@@ -1,8 +1,9 @@
 """What each page would get of every query row's attention, from 4-bit key codes. Triton; reference: recall/score.py.
 
-Products of 8-bit integers: nibbles become bytes four at a time, and the turned query is rounded to a byte a channel,
-which errs less than the codes do. One warp a program, keys as the rows of the product: a page of one KV head is a
-small piece of work, and many of them at once hide the latency of each.
+Few rows, as of one token: products of 8-bit integers. Nibbles become bytes four at a time, and the turned query is
+rounded to a byte a channel, which errs less than the codes do. One warp a program, keys as the rows of the product: a
+page of one KV head is a small piece of work, and many of them at once hide the latency of each. Many rows, as of a
+question: the page's keys are turned instead of the rows, once for all of them, in float16.
 """
 
 from __future__ import annotations
@@ -14,30 +15,43 @@ from torch import Tensor
 
 from engine.ops import geometry as g
 from engine.ops.geometry import Turns
-from engine.ops.triton_attention import INTERPRETED, load_turned_rows, turn
+from engine.ops.triton_attention import INTERPRETED, dot, load_turned_rows, turn
 
 PAST, FARTHEST = map(tl.constexpr, (g.PAST, g.FARTHEST))
-WARPS = 1
+WARPS, MANY_WARPS = 1, 8
+FEW = 8
+"""Rows up to which they are turned to each page, and not its keys to them."""
+FEWER_UNITS = 16
+"""A program for many rows has eight warps of work, and little room beside it."""
 UNRANKED = tl.constexpr(2**31 - 1)
 ROUND = tl.constexpr(12582912.0)
 """1.5 x 2^23: the lowest byte of a float32 to which it is added is the nearest integer."""
+NIBBLE = tl.constexpr(16.0)
+"""How much larger than a code a byte is whose upper half is the code."""
+LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
 def _low(packed):
+    """16 x the codes in the lower nibbles, which are stored 8 higher."""
     if INTERPRETED:
-        return (packed & 15).to(tl.int8)
+        return ((packed.to(tl.int32) & 15) * 16 - 128).to(tl.int8)
     return tl.inline_asm_elementwise(
-        "and.b32 $0, $1, 0x0F0F0F0F;", "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4
+        "{ .reg .b32 t; shl.b32 t, $1, 4; and.b32 t, t, 0xF0F0F0F0; xor.b32 $0, t, 0x80808080; }",
+        "=r,r",
+        [packed],
+        dtype=tl.int8,
+        is_pure=True,
+        pack=4,
     )
 
 
 @triton.jit
 def _high(packed):
     if INTERPRETED:
-        return (packed >> 4).to(tl.int8)
+        return ((packed.to(tl.int32) >> 4) * 16 - 128).to(tl.int8)
     return tl.inline_asm_elementwise(
-        "{ .reg .b32 t; shr.u32 t, $1, 4; and.b32 $0, t, 0x0F0F0F0F; }",
+        "{ .reg .b32 t; and.b32 t, $1, 0xF0F0F0F0; xor.b32 $0, t, 0x80808080; }",
         "=r,r",
         [packed],
         dtype=tl.int8,
@@ -48,7 +62,7 @@ def _high(packed):
 
 @triton.jit
 def _byte(x):
-    return ((x + ROUND).to(tl.int32, bitcast=True) & 255).to(tl.int8)
+    return (x + ROUND).to(tl.int32, bitcast=True).to(tl.int8)
 
 
 @triton.jit
@@ -82,6 +96,7 @@ def _page_lse(
     low, high = load_turned_rows(q, row, rows, kv_head, half, HEADS, HEADS // KV_HEADS, DIM)
     size = tl.maximum(tl.sqrt(tl.max(low * low + high * high, 1)), 1e-20) / 127.0  # no rotation makes a channel larger
     low, high = low / size[:, None], high / size[:, None]
+    factor = size * (scale * LOG2E / NIBBLE)
     inside = (half < DIM // 2)[None, :]
     out = (kv_head * PADDED + row).to(tl.int64)
     top = tl.full([ROWS], float("-inf"), tl.float32)
@@ -92,13 +107,54 @@ def _page_lse(
         packed = tl.load(codes + at * (DIM // 2) + key[:, None] * (DIM // 2) + half[None, :], mask=inside, other=0)
         unit = tl.load(scales + at + key)
         a, b = turn(low, high, cos, sin, tl.minimum(past - page, farthest) + reach, half, DIM)
-        a, b = _byte(a), _byte(b)
-        centre = 8 * (tl.sum(a.to(tl.int32), 1) + tl.sum(b.to(tl.int32), 1))
-        scores = tl.dot(_low(packed), tl.trans(a), out_dtype=tl.int32)
-        scores = tl.dot(_high(packed), tl.trans(b), scores, out_dtype=tl.int32)
-        scores = (scores - centre[None, :]).to(tl.float32) * unit[:, None] * (size * scale)[None, :]
+        scores = tl.dot(_low(packed), tl.trans(_byte(a)), out_dtype=tl.int32)
+        scores = tl.dot(_high(packed), tl.trans(_byte(b)), scores, out_dtype=tl.int32)
+        scores = scores.to(tl.float32) * unit[:, None]
         best = tl.max(scores, 0)
-        mass = best + tl.log(tl.sum(tl.exp(scores - best[None, :]), 0))
+        mass = best * factor + tl.log2(tl.sum(tl.exp2((scores - best[None, :]) * factor[None, :]), 0))
+        mass *= LN2
+        tl.store(lse + out * pages + page, mass, mask=row < rows)
+        higher = tl.maximum(top, mass)
+        total = total * tl.exp(top - higher) + tl.exp(mass - higher)
+        top = higher
+        if (kv_head == 0) & (tl.program_id(2) == 0):
+            tl.store(order + page, UNRANKED)
+    tl.store(top_part + out * splits + split, top, mask=row < rows)
+    tl.store(sum_part + out * splits + split, total, mask=row < rows)
+
+
+@triton.jit
+def _page_lse_of_many(
+    q, codes, scales, ids, geometry, cos, sin, lse, top_part, sum_part, order, rows, reach, scale, pages,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, HALF: tl.constexpr,
+    PADDED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """As `_page_lse`."""
+    split, kv_head, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    past, farthest = tl.load(geometry + PAST), tl.load(geometry + FARTHEST)
+    row, half, key = tl.program_id(2) * ROWS + tl.arange(0, ROWS), tl.arange(0, HALF), tl.arange(0, PAGE)
+    low, high = load_turned_rows(q, row, rows, kv_head, half, HEADS, HEADS // KV_HEADS, DIM)
+    size = tl.maximum(tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 1), 1e-20)
+    low, high = (low / size[:, None]).to(tl.float16), (high / size[:, None]).to(tl.float16)
+    factor = size * (scale * LOG2E)
+    inside = (half < DIM // 2)[None, :]
+    out = (kv_head * PADDED + row).to(tl.int64)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    for page in range(split, past, splits):
+        identity = tl.load(ids + page).to(tl.int64)
+        at = (identity * KV_HEADS + kv_head) * PAGE
+        packed = tl.load(codes + at * (DIM // 2) + key[:, None] * (DIM // 2) + half[None, :], mask=inside, other=0)
+        unit = tl.load(scales + at + key)
+        first = (packed & 15).to(tl.float32) - 8.0
+        second = (packed >> 4).to(tl.float32) - 8.0
+        distance = reach - tl.minimum(past - page, farthest)  # keys turn backwards where rows would turn forwards
+        first, second = turn(first, second, cos, sin, distance, half, DIM)
+        scores = dot(low, tl.trans(first.to(tl.float16)), tl.zeros([ROWS, PAGE], tl.float32))
+        scores = dot(high, tl.trans(second.to(tl.float16)), scores) * unit[None, :]
+        best = tl.max(scores, 1)
+        mass = best * factor + tl.log2(tl.sum(tl.exp2((scores - best[:, None]) * factor[:, None]), 1))
+        mass *= LN2
         tl.store(lse + out * pages + page, mass, mask=row < rows)
         higher = tl.maximum(top, mass)
         total = total * tl.exp(top - higher) + tl.exp(mass - higher)
@@ -132,10 +188,11 @@ class PageScores:
         """q [T, heads, dim] turned; codes and scales of one layer."""
         tokens, _, dim = q.shape
         self.rows = tokens * (self.heads // self.kv_heads)
-        block = min(128, triton.next_power_of_2(max(8, self.rows)))
+        few = self.rows <= FEW
+        block = FEW if few else min(128, triton.next_power_of_2(max(16, self.rows)))
         blocks = triton.cdiv(self.rows, block)
-        self.splits = self._splits(blocks)
-        _page_lse[(self.splits, self.kv_heads, blocks)](
+        self.splits = self._splits(blocks if few else blocks * FEWER_UNITS)
+        (_page_lse if few else _page_lse_of_many)[(self.splits, self.kv_heads, blocks)](
             q,
             codes,
             scales,
@@ -158,5 +215,5 @@ class PageScores:
             HALF=max(32, triton.next_power_of_2(dim // 2)),
             PADDED=self.lse.shape[1],
             ROWS=block,
-            num_warps=WARPS if block == 8 else 8,
+            num_warps=WARPS if few else MANY_WARPS,
         )

@@ -24,8 +24,9 @@ UNSELECTED, KEY, LEXICAL, NEIGHBOR = map(tl.constexpr, (g.UNSELECTED, g.KEY, g.L
 FETCHED = tl.constexpr(g.FETCHED)
 NEVER = tl.constexpr(2**31 - 1)
 NO_TURN = tl.constexpr(2**29)
-OWN_PAGES = 32
-"""Pages whose ranks one program counts."""
+RANK, PICK = {"OWN_": 32, "OTHERS": 128, "num_warps": 4}, {"OWN_": 16, "OTHERS": 256, "num_warps": 8}
+"""Pages whose ranks one program counts, and those that they are compared with at once, the fastest on an H200: larger
+squares take registers, and fewer programs run side by side."""
 
 
 @triton.jit
@@ -287,17 +288,17 @@ def rank(scores: PageScores, why: Tensor, role: Tensor, geometry: Tensor, hyster
         SPLITS=triton.next_power_of_2(scores.splits),
         PLACES=triton.next_power_of_2(pages),
         BLOCK=block,
-        num_warps=4,
+        num_warps=4 if rows <= 32 else 8,
     )
-    _rank[(triton.cdiv(pages, OWN_PAGES), kv_heads)](
-        scores.keys, why, scores.order, geometry, pages, KV_HEADS=kv_heads, OWN_=OWN_PAGES, OTHERS=512, num_warps=8
+    _rank[(triton.cdiv(pages, RANK["OWN_"]), kv_heads)](
+        scores.keys, why, scores.order, geometry, pages, KV_HEADS=kv_heads, **RANK
     )
 
 
 def pick(scores: PageScores, role: Tensor, why: Tensor, window: Tensor, geometry: Tensor, neighbors: int) -> None:
     """The pages whose turns come first, behind those that already stand in `window`; `why` says how each came in."""
     pages = role.shape[0]
-    _pick[(triton.cdiv(pages, OWN_PAGES),)](
+    _pick[(triton.cdiv(pages, PICK["OWN_"]),)](
         scores.order,
         role,
         why,
@@ -306,9 +307,7 @@ def pick(scores: PageScores, role: Tensor, why: Tensor, window: Tensor, geometry
         KV_HEADS=scores.kv_heads,
         NEIGHBORS=neighbors,
         PLACES=triton.next_power_of_2(pages),
-        OWN_=OWN_PAGES,
-        OTHERS=512,
-        num_warps=8,
+        **PICK,
     )
 
 
@@ -367,7 +366,7 @@ def bring(
         slots,
         SORT=sort,
         SLOTS=misses.places.shape[0],
-        num_warps=8,
+        num_warps=16,
     )
 
 
