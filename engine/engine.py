@@ -73,7 +73,6 @@ class Engine:
         platform = platform or this_platform()
         transformer, device = model.transformer, model.transformer.device
         shape = KVShape(len(model.config.paged), model.config.kv_heads, model.config.head_dim, transformer.dtype)
-        tails = self._tails(device)
         kind = KIND_OF.get(config.scorer)
         self.profile, self.routes = load_routes(config, device, platform)
         say(f"device {device}: profile {self.profile.source}, {self.routes.routed} routed keys")
@@ -81,6 +80,7 @@ class Engine:
             config.prefill_chunk, model.config, device, transformer.dtype, self.profile, platform
         )
         self.config = config = replace(config, prefill_chunk=chunk)
+        tails = self._tails(device)
         self.capacity = plan_capacity(
             config,
             shape,
