@@ -307,7 +307,7 @@ class Engine:
         if other.model is not self.model:
             raise EngineError("only an engine of the same loaded model can be adopted from")
         with self._turn, other._turn:
-            pages, tags = other._prefix.match(prepared.tokens, Session.accepts(prepared))
+            pages, tags = other._prefix.match(prepared.ids, Session.accepts(prepared))
             self._turns.make_room(len(pages))
             fresh = self._host.allocate(len(pages))
             self._host.data[fresh] = other._host.data[pages]

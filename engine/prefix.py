@@ -33,13 +33,14 @@ class PrefixIndex:
     """Holds one reference to each page in it; the caller retains and releases."""
 
     _nodes: dict[tuple[int, bytes], list[_Node]] = field(default_factory=dict)
+    _of_page: dict[int, _Node] = field(default_factory=dict)
     _clock: int = 0
 
     def __len__(self) -> int:
-        return sum(len(nodes) for nodes in self._nodes.values())
+        return len(self._of_page)
 
-    def match(self, tokens: list[int], accepts: set[str]) -> tuple[list[int], list[str]]:
-        """Pages and tags of the longest known prefix of `tokens`, whole pages only."""
+    def match(self, tokens: np.ndarray, accepts: set[str]) -> tuple[list[int], list[str]]:
+        """Pages and tags of the longest known prefix of `tokens` (int32 [n]), whole pages only."""
         path = self._walk(tokens, accepts)
         self._clock += 1
         for node in path:
@@ -47,14 +48,20 @@ class PrefixIndex:
         return [node.page for node in path], [node.tag for node in path]
 
     def publish(self, tokens: list[int], pages: list[int], tags: list[str]) -> list[int]:
-        """Add the closed pages of a sequence; the page ids that were new (to be retained)."""
+        """Add the closed pages of a sequence; the page ids that were new (to be retained).
+
+        Pages that are here already stand for all before them, so a long conversation's next turn costs its new pages.
+        """
         self._clock += 1
-        parent, added = None, []
-        for key, page, tag in zip(_keys(tokens, len(tags)), pages, tags, strict=False):
+        start = next((i + 1 for i in reversed(range(len(tags))) if pages[i] in self._of_page), 0)
+        parent, added = self._of_page[pages[start - 1]] if start else None, []
+        if parent is not None:
+            parent.used = self._clock
+        for key, page, tag in zip(_keys(tokens, start, len(tags)), pages[start:], tags[start:], strict=False):
             whole = (id(parent) if parent else 0, key)
             node = next((node for node in self._nodes.get(whole, []) if node.tag == tag), None)
             if node is None:
-                node = _Node(page, tag, parent, whole)
+                node = self._of_page[page] = _Node(page, tag, parent, whole)
                 self._nodes.setdefault(whole, []).append(node)
                 if parent is not None:
                     parent.children += 1
@@ -66,7 +73,7 @@ class PrefixIndex:
     def standing(self, tokens: list[int], tags: list[str]) -> list[int]:
         """The pages that stand here for those of a sequence that was published: its own, or another's before it."""
         parent, pages = None, []
-        for key, tag in zip(_keys(tokens, len(tags)), tags, strict=True):
+        for key, tag in zip(_keys(tokens, 0, len(tags)), tags, strict=True):
             nodes = self._nodes[id(parent) if parent else 0, key]
             parent = next(node for node in nodes if node.tag == tag)
             pages.append(parent.page)
@@ -74,7 +81,7 @@ class PrefixIndex:
 
     def evict(self, count: int, references: np.ndarray) -> list[int]:
         """Forget up to `count` pages that only this index holds; their ids, for the caller to release."""
-        leaves = [node for nodes in self._nodes.values() for node in nodes if not node.children]
+        leaves = [node for node in self._of_page.values() if not node.children]
         heap = [(node.used, node.page, node) for node in leaves if references[node.page] == 1]
         heapq.heapify(heap)
         evicted: list[int] = []
@@ -83,24 +90,31 @@ class PrefixIndex:
             self._forget(node)
             evicted.append(page)
             parent = node.parent
+            if parent is not None:
+                parent.used = max(parent.used, node.used)
             if parent is not None and not parent.children and references[parent.page] == 1:
                 heapq.heappush(heap, (parent.used, parent.page, parent))
         return evicted
 
     def pages(self) -> list[int]:
-        return [node.page for nodes in self._nodes.values() for node in nodes]
+        return list(self._of_page)
 
-    def _walk(self, tokens: list[int], accepts: set[str]) -> list[_Node]:
+    def _walk(self, tokens: np.ndarray, accepts: set[str]) -> list[_Node]:
         path: list[_Node] = []
-        for key in _keys(tokens, len(tokens) // PAGE):
-            nodes = self._nodes.get((id(path[-1]) if path else 0, key), [])
-            usable = [node for node in nodes if node.tag == EXACT or node.tag in accepts]
-            if not usable:
+        parent = 0
+        for key in _keys(tokens, 0, len(tokens) // PAGE):
+            best = None
+            for node in self._nodes.get((parent, key), ()):
+                if node.tag == EXACT or (best is None and node.tag in accepts):
+                    best = node
+            if best is None:
                 break
-            path.append(min(usable, key=lambda node: node.tag != EXACT))
+            path.append(best)
+            parent = id(best)
         return path
 
     def _forget(self, node: _Node) -> None:
+        del self._of_page[node.page]
         self._nodes[node.key].remove(node)
         if not self._nodes[node.key]:
             del self._nodes[node.key]
@@ -120,6 +134,8 @@ def shared_tokens(first: list[int], second: list[int]) -> int:
     return low * PAGE
 
 
-def _keys(tokens: list[int], pages: int) -> list[bytes]:
-    data = np.asarray(tokens[: pages * PAGE], dtype=np.int32).tobytes()
-    return [data[i * 4 * PAGE : (i + 1) * 4 * PAGE] for i in range(pages)]
+def _keys(tokens: list[int] | np.ndarray, start: int, end: int) -> list[bytes]:
+    """The tokens of pages [start, end), each page's as bytes."""
+    data = np.asarray(tokens[start * PAGE : end * PAGE], dtype=np.int32).tobytes()
+    size = 4 * PAGE
+    return [data[i : i + size] for i in range(0, (end - start) * size, size)]

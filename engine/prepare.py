@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
+
+import numpy as np
 
 from engine.config import MODES, PAGE, SCORERS, EngineConfig, RecallParams, SamplingParams
 from engine.errors import ContextLengthError, RequestError
@@ -43,6 +46,11 @@ class Prepared:
     explain: bool
     notes: tuple[str, ...]
     used: bool = field(default=False, repr=False)
+
+    @cached_property
+    def ids(self) -> np.ndarray:
+        """The tokens as int32 [n]."""
+        return np.asarray(self.tokens, dtype=np.int32)
 
 
 def tokenize(model: LoadedModel, prompt: str | Sequence[Mapping[str, Any]], tail: int, **template: Any) -> Layout:

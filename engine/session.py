@@ -72,8 +72,7 @@ class Session:
             self._modes.append(phase.mode)
         first, last = self.prepared.query
         if start <= max(first, self.cached) < end and first < last:
-            tokens = np.asarray(self.prepared.tokens, dtype=np.int64)
-            self.recall.ask(tokens[:start], tokens[first:last])
+            self.recall.ask(self.prepared.ids[:start], self.prepared.ids[first:last])
 
     def prefilled(self) -> None:
         self._prefilled = time.perf_counter()

@@ -57,7 +57,7 @@ class Turns:
 
     def _resume(self, session: Session) -> None:
         """Take the longest checkpoint that this request accepts; at least one token is always computed."""
-        pages, tags = self.prefix.match(session.prepared.tokens[:-1], Session.accepts(session.prepared))
+        pages, tags = self.prefix.match(session.prepared.ids[:-1], Session.accepts(session.prepared))
         count, sequence = self.runner.resumable(pages), session.sequence
         if count < len(pages):  # prompts part here: the next one that does shall find where to go on from
             sequence.marks.add(len(pages) * PAGE)
@@ -130,8 +130,9 @@ class Turns:
         session.outbox.append(Progress(session.sequence.length, total, mode))
         if not session.phases:
             session.prefilled()
-            self._publish(session)
             self._draw(session, logits)
+            if not session.done:
+                self._publish(session)
 
     def next_chunk(self, session: Session, rows: str) -> Tensor | None:
         """Compute one step of the first phase; drop the phase when it is done."""

@@ -22,9 +22,16 @@ def _runs(tokens: np.ndarray, length: int) -> np.ndarray:
     hashed = np.zeros(count, dtype=np.uint64)
     with np.errstate(over="ignore"):
         for k in range(length):
-            hashed += (tokens[k : k + count].astype(np.uint64) + np.uint64(1)) * _MIX[k] * np.uint64(length)
+            hashed += (tokens[k : k + count].astype(np.uint64) + np.uint64(1)) * (_MIX[k] * np.uint64(length))
             hashed ^= hashed >> np.uint64(29)
     return hashed
+
+
+def _maybe_in(wanted: np.ndarray, found: np.ndarray) -> np.ndarray:
+    """Where `found` may hold one of `wanted`: a table of the lowest bits leaves few to search for."""
+    table = np.zeros(1 << 16, dtype=bool)
+    table[wanted.astype(np.uint16)] = True
+    return np.flatnonzero(table[found.astype(np.uint16)])
 
 
 def lexical_scores(tokens: np.ndarray, query: np.ndarray) -> np.ndarray:
@@ -34,11 +41,11 @@ def lexical_scores(tokens: np.ndarray, query: np.ndarray) -> np.ndarray:
     for length in _RUNS:
         wanted = np.unique(_runs(query, length))
         found = _runs(tokens[: pages * PAGE + length - 1], length)[: pages * PAGE]
-        place = np.searchsorted(wanted, found)
-        place[place == len(wanted)] = 0
-        hit = wanted[place] == found if len(wanted) else np.zeros(len(found), dtype=bool)
+        at = _maybe_in(wanted, found)
+        place = np.searchsorted(wanted, found[at]).clip(max=max(0, len(wanted) - 1))
+        hit = wanted[place] == found[at]
         seen = np.zeros((pages, max(1, len(wanted))), dtype=bool)
-        seen[np.flatnonzero(hit) // PAGE, place[hit]] = True
+        seen[at[hit] // PAGE, place[hit]] = True
         frequency = seen.sum(0)
         # Okapi's IDF, floored at 0: a run on most pages says nothing.
         idf = np.maximum(0.0, np.log((pages - frequency + 0.5) / (frequency + 0.5)))
