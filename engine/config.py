@@ -11,6 +11,9 @@ PAGE = 64
 """Tokens a page: `gather` runs near the copy engine's rate from 64 tokens on, and a fact fits in one or two."""
 
 MODES = ("exact", "recall", "window")
+KV_DTYPES = ("auto", "bf16", "fp16", "fp32", "fp8", "int8", "k8v4", "int4")
+KV_EXPERIMENTAL = ("fp8", "int4")
+"""Those that lost facts or a tenth of perplexity in a gate: the README's table has the figures."""
 SCORERS = ("fused", "lexical", "mean", "bounds", "subpage", "token", "mass")
 
 
@@ -21,6 +24,7 @@ class EngineConfig:
     model: str
     device: str = "auto"  # auto | cpu | cuda | cuda:N
     dtype: str = "auto"  # auto | float32 | bfloat16 | float16
+    kv_dtype: str = "auto"  # of KV_DTYPES; auto = the model's own, or k8v4 where memory holds the context only so
     threads: int | None = None  # CPU threads; None = all that this process may use
     max_context: int | None = None  # None = the model's trained context, or what host memory holds if that is less
     kv_capacity: int | None = None  # tokens of the device pool; None = sized from kv_window

@@ -128,17 +128,18 @@ def find_profile(config: EngineConfig, device: torch.device, platform: Platform)
     return look_up(*hardware(device, platform), user_file(path=config.device_profile_path))
 
 
-def hiding_tokens(found: Found, dtype: torch.dtype, group: int) -> int | None:
+def hiding_tokens(found: Found, dtype: torch.dtype, group: int, share: float = 1) -> int | None:
     """Tokens of a chunk whose attention takes as long as the stream of cold pages, from the rates measured here.
 
-    FLOP/s over (bytes/s of the link x query heads per KV head), for 2-byte K and V; None where nobody measured.
+    FLOP/s over (bytes/s of the link x query heads per KV head), for 2-byte K and V; `share`: a stored page's bytes over
+    those of its numbers. None where nobody measured.
     """
     rates = found.profile.rates if found.profile else {}
     flops, link = rates.get(f"attend/{str(dtype).removeprefix('torch.')}"), rates.get("h2d_pinned")
     if not flops or not link:
         return None
     tokens = max(rate for _, rate in flops) / (max(rate for _, rate in link) * group)
-    return min(8192, max(PAGE, -(-int(tokens * dtype.itemsize / 2) // PAGE) * PAGE))
+    return min(8192, max(PAGE, -(-int(tokens * share * dtype.itemsize / 2) // PAGE) * PAGE))
 
 
 def load_routes(config: EngineConfig, device: torch.device, platform: Platform) -> tuple[Found, Routes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -29,6 +30,7 @@ from engine.device import (
 )
 from engine.errors import ConfigError, EngineError, RequestError
 from engine.kv.budget import plan_capacity
+from engine.kv.choose import choose_kv
 from engine.kv.host import HostStore
 from engine.kv.page import KVShape
 from engine.kv.pinning import CudaRegistrar
@@ -72,7 +74,7 @@ class Engine:
         self.model = model
         platform = platform or this_platform()
         transformer, device = model.transformer, model.transformer.device
-        shape = KVShape(len(model.config.paged), model.config.kv_heads, model.config.head_dim, transformer.dtype)
+        core = KVShape(len(model.config.paged), model.config.kv_heads, model.config.head_dim, transformer.dtype)
         kind = KIND_OF.get(config.scorer)
         self.profile, self.routes = load_routes(config, device, platform)
         say(f"device {device}: profile {self.profile.source}, {self.routes.routed} routed keys")
@@ -81,20 +83,22 @@ class Engine:
         )
         self.config = config = replace(config, prefill_chunk=chunk)
         tails = self._tails(device)
-        self.capacity = plan_capacity(
+        plan = functools.partial(
+            plan_capacity,
             config,
-            shape,
-            model.config.trained_context,
-            free_memory(device, platform),
+            trained_context=model.config.trained_context,
+            memory=free_memory(device, platform),
             weight_bytes=transformer.weight_bytes,
-            digest_token_bytes=digest_token_bytes(kind, shape, device.type) if kind else 0,
+            digest_token_bytes=digest_token_bytes(kind, core, device.type) if kind else 0,
             staging_pages=STAGED_PAGES if device.type == "cuda" else SEGMENT,
             tail_bytes=tails.planned_bytes if tails else 0,
             snapshot_bytes=tails.most_bytes if tails else 0,
         )
+        shape, self.capacity = choose_kv(config, core, model.config.trained_context, plan)
         if model.config.left_out:
             note = f"{model.name}: {model.config.left_out} is not loaded; it serves text only"
             self.capacity = replace(self.capacity, notes=(*self.capacity.notes, note))
+        say(f"kv {self.capacity.kv} ({self.capacity.kv_reason})")
         pages, began = self.capacity.host_pages, time.perf_counter()
         pinnable = device.type == "cuda" and config.host_memory != "pageable"
         self._host = HostStore(
@@ -126,7 +130,9 @@ class Engine:
         self._prefix = PrefixIndex()
         self._turn = threading.RLock()
         self._stats = EngineStats()
-        hiding = hiding_tokens(self.profile, transformer.dtype, model.config.heads // model.config.kv_heads)
+        share = shape.layer_page_bytes / shape.decoded_bytes
+        group = model.config.heads // model.config.kv_heads
+        hiding = hiding_tokens(self.profile, transformer.dtype, group, share)
         self._turns = Turns(config, self._runner, self._prefix, self._stats, hiding or HIDING)
         self._closed = False
 

@@ -170,7 +170,7 @@ class Runner:
         closed = frame.own[: frame.end // PAGE - frame.past]
         if len(closed):
             if self.digest_kind is not None:
-                self.digests.ensure(self.digest_kind, closed, self.pool.read)
+                self.digests.ensure(self.digest_kind, closed, self.read)
             self.transfer.write_through(closed.tolist())
 
     def _undo(self, frame: Frame) -> None:
@@ -181,6 +181,14 @@ class Runner:
         self.host.replica[opened] = False
         self.pool.pinned[opened] = True
         self.release(list(frame.fresh))
+
+    def read(self, layer: int, pages: np.ndarray) -> Tensor:
+        """[n, k|v, kv_head, 64, head_dim] of resident pages, as attention sees them."""
+        return self.host.shape.decode(self.pool.read(layer, pages))
+
+    def load(self, layer: int, pages: np.ndarray) -> Tensor:
+        """The same of closed pages, from the host."""
+        return self.host.shape.decode(self.transfer.load(layer, pages))
 
     def release(self, pages: list[int]) -> None:
         """Let go of one reference to each page; pages that nobody holds leave every table."""
@@ -196,17 +204,17 @@ class Runner:
         """Store the chunk's keys and values, bring the window in, and attend. Shapes as in `Attend`."""
         self.pool.begin_step()  # what another sequence used in this layer may go now
         self._store(frame, layer, k, v)
-        rope = self.model.rope
+        rope, decode = self.model.rope, self.host.shape.decode
         turned = rotate(q, *frame.turns)
         partial = PartialAttention(rope, turned, self.host.shape.kv_heads)
         if frame.step.mode == "exact" and not frame.identity:
             window = np.arange(frame.past)
-            read = self.transfer.stage
+            stored = self.transfer.stage
         else:
             window = self._window(frame, layer, q, turned)
             missing = self.pool.touch(layer, frame.ids[window])
             self.transfer.fetch(layer, missing)
-            read = self.pool.read
+            stored = self.pool.read
             if frame.step.explain:
                 self._explain(frame, window, missing)
         # A page's base, counted back from the chunk's first page: its true distance, or its place in the packed window.
@@ -216,12 +224,12 @@ class Runner:
         split = (len(window) - 1) // SEGMENT * SEGMENT if takes_few(turned) and len(window) else len(window)
         for start in range(0, split, SEGMENT):
             part = slice(start, min(start + SEGMENT, split))
-            segment = read(layer, frame.ids[window[part]])
+            segment = decode(stored(layer, frame.ids[window[part]]))
             partial.add(segment, distance[part])
             if frame.step.observe:
                 frame.step.recall.observe(layer, turned, segment, distance[part])
         rest = len(window) - split
-        segment = read(layer, frame.ids[np.concatenate([window[split:], own])])
+        segment = decode(stored(layer, frame.ids[np.concatenate([window[split:], own])]))
         partial.add(segment, np.concatenate([distance[split:], frame.past - own]), rest * PAGE + frame.first_row)
         if frame.step.observe:
             if rest:
@@ -246,13 +254,12 @@ class Runner:
             slots = self.transfer.place(layer, np.asarray(frame.fresh))
             data[torch.from_numpy(slots).to(data.device)] = 0  # 0 x a stale NaN would be NaN
         keys = rotate(k, *frame.offset_turns)
-        if len(k) == 1:  # a decode step: two plain copies, where an indexed write costs ten times as much
-            place = data[int(self.pool.slot_of[layer, frame.own[0]]), :, :, frame.first_row]
-            place[0], place[1] = keys[0], v[0]
+        form = self.host.shape.form
+        if len(k) == 1:  # a decode step: plain copies, where an indexed write costs ten times as much
+            form.write(data, int(self.pool.slot_of[layer, frame.own[0]]), frame.first_row, keys, v)
             return
         where = torch.from_numpy(self.pool.slot_of[layer][frame.own]).to(data.device)[frame.rows // PAGE]
-        data[where, 0, :, frame.rows % PAGE] = keys
-        data[where, 1, :, frame.rows % PAGE] = v
+        form.write(data, where, frame.rows % PAGE, keys, v)
 
     def _window(self, frame: Frame, layer: int, q: Tensor, turned: Tensor) -> np.ndarray:
         """Logical past pages that this layer sees, ascending."""

@@ -38,6 +38,7 @@ class EngineStats:
             "backend": engine.backend.name,
             "backend_degraded": engine.degraded,
             "cuda_graph": engine.graphs,
+            "kv_dtype": pool.shape.form.dtype.name,
             "pool_pages": pool.slots,
             "pool_pages_used": int((pool.page_in[0] >= 0).sum()),
             "pool_bytes": pool.bytes,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from engine.config import MODES, PAGE, SCORERS, EngineConfig
+from engine.config import KV_DTYPES, KV_EXPERIMENTAL, MODES, PAGE, SCORERS, EngineConfig
 from engine.conflicts import conflicts
 from engine.errors import ConfigError
 from engine.units import MIB, format_bytes, parse_bytes, parse_tokens
@@ -226,6 +226,9 @@ SETTINGS: tuple[Setting, ...] = (
             "What the host store is made of.", "NINFER_HOST_PAGEABLE", _boolean_or(_host_memory, "pageable", "auto")),
     Setting("host_kv_bytes", "--host-kv-gib", _gib, "auto, or GiB above 0",
             "Size of the host store; auto holds several contexts. Left out: what one context needs, in serve auto."),
+    Setting("kv_dtype", "--kv-dtype", _one_of(*KV_DTYPES), f"one of {', '.join(KV_DTYPES)}",
+            "What pages hold. auto: the model's own dtype if memory holds the context in it, else k8v4. "
+            f"Experimental: {', '.join(KV_EXPERIMENTAL)}."),
     Setting("device_limit_bytes", "--vram-limit", _memory, "memory with its unit, 1MiB or more (12GiB)",
             "Use no more device memory than this."),
     Setting("ram_limit_bytes", "--ram-limit", _memory, "memory with its unit, 1MiB or more (32GiB)",

@@ -132,7 +132,7 @@ class TritonRunner(Runner):
             triton_pages.close_pages(self.pool.data, slots, self.stager.upload(closed), codes, scales)
             self.digests.made("token", closed)
         elif self.digest_kind is not None:
-            self.digests.ensure(self.digest_kind, closed, self.pool.read)
+            self.digests.ensure(self.digest_kind, closed, self.read)
         self.transfer.write_through(closed.tolist(), slots)
 
     def _store_pages(self, slots: Tensor, pages: np.ndarray) -> None:
@@ -153,6 +153,9 @@ class TritonCandidate:
     def build(self) -> TritonRunner:
         if self.base.tails is not None:
             raise EngineError("there are no kernels yet for layers that slide")
+        kv = self.base.pool.shape.form.dtype
+        if not kv.plain:
+            raise EngineError(f"pages of {kv.name} have no kernels yet: this kv dtype runs on torch")
         return TritonRunner(self.base)
 
     def disagreement(self, built: TritonRunner) -> str:

@@ -1,4 +1,4 @@
-"""lossless: every page that went to the host came back byte for byte, in each dtype; a single flipped bit is caught."""
+"""lossless: every page that went to the host came back byte for byte, in each KV dtype; one flipped bit is caught."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from engine.config import RecallParams, SamplingParams
 from engine.engine import Engine
 from engine.errors import EngineError
-from engine.model.load import load_model
+from engine.kv.dtype import KV
 from engine.result import AuditError
 from gates.context import Context
 from gates.haystack import build
@@ -17,7 +17,7 @@ from gates.verdict import Check, Report
 
 POOL = 2048
 TOKENS = 6000
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+QUICK = ("bf16", "k8v4")
 
 
 def run(context: Context) -> Report:
@@ -25,7 +25,8 @@ def run(context: Context) -> Report:
     report = Report("lossless", environment=context.environment())
     device = context.model.transformer.device
     memories = ("pageable", "pinned") if device.type == "cuda" else ("pageable",)
-    dtypes = DTYPES[:2] if context.options.quick else DTYPES
+    own = "fp32" if context.model.transformer.dtype is torch.float32 else "bf16"
+    dtypes = QUICK if context.options.quick else dict.fromkeys((own, *(name for name in KV if name != "fp32")))
     cases = [(dtype, memory) for dtype in dtypes for memory in memories]
     for index, (dtype, memory) in enumerate(cases):
         context.say(f"lossless: {dtype}, {memory}", index / len(cases))
@@ -33,14 +34,13 @@ def run(context: Context) -> Report:
     return report.judge()
 
 
-def _case(context: Context, dtype: torch.dtype, memory: str, report: Report) -> None:
-    name = f"{str(dtype).removeprefix('torch.')}, {memory}"
-    same = dtype == context.model.transformer.dtype
-    model = context.model if same else load_model(context.config.model, context.model.transformer.device, dtype)
+def _case(context: Context, dtype: str, memory: str, report: Report) -> None:
+    name = f"{dtype}, {memory}"
     config = replace(
         context.config,
         max_context=TOKENS + 256,
         kv_capacity=POOL,
+        kv_dtype=dtype,
         prefill_chunk=512,
         sink=256,
         host_memory=memory,
@@ -50,7 +50,7 @@ def _case(context: Context, dtype: torch.dtype, memory: str, report: Report) -> 
         ring="on",
         reuse=True,
     )
-    engine = Engine(config, model)
+    engine = Engine(config, context.model)
     document = build("keyed", TOKENS, context.counter, 2, asked=2)
 
     def ask(decode: str):

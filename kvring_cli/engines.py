@@ -105,14 +105,15 @@ def _for_card(facts: Facts, gpu: Gpu, kernels: bool, pretended: bool) -> Choice:
     else:
         lacks = "this build has no Triton kernels" if not kernels else f"the kernels need {FIRST_TRITON} or newer"
         why = f"{lacks}, torch's own serve"
-    dtype = "bfloat16" if float(gpu.capability) >= 8 else "float16"
+    dtype = "bf16" if float(gpu.capability) >= 8 else "fp16"
     preset = preset_for(gpu)
     settings = [("--device", "cuda")]
-    if dtype != "bfloat16":
-        settings.append(("--dtype", dtype))
+    if dtype == "fp16":
+        settings.append(("--dtype", "float16"))
     window, chunk = _SMALLEST, 512
     if preset is not None:
         window, chunk = preset.settings["kv_window"], preset.settings["prefill_chunk"]
+        dtype = preset.settings.get("kv_dtype", dtype)
         settings.append(("--profile", preset.name))
         if gpu.total and preset.memory + 2 * GIB <= gpu.total:  # larger than its preset: don't leave the rest unused
             settings.append(("--vram-limit", f"{(gpu.total - gpu.desktop_bytes) // GIB}GiB"))
@@ -133,7 +134,7 @@ def _cpu(facts: Facts, why: str) -> Choice:
             "pip install torch",
         )
     reason = f"{why}; torch computes on {facts.cpu.processors} processors"
-    return _chosen("torch-cpu", facts.cpu.name, None, reason, "float32", 16384, 1024, [("--device", "cpu")])
+    return _chosen("torch-cpu", facts.cpu.name, None, reason, "fp32", 16384, 1024, [("--device", "cpu")])
 
 
 def _chosen(engine, card, capability, why, dtype, window, chunk, settings) -> Choice:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,8 +13,11 @@ from engine.config import PAGE, EngineConfig
 from engine.device import DEVICE_SHARE, resolve_dtype
 from engine.errors import ConfigError, KVRingError
 from engine.kv.budget import RAM_HEADROOM, Capacity, Memory, plan_capacity
+from engine.kv.choose import choose_kv
+from engine.kv.dtype import KV, named
 from engine.kv.page import KVShape, page_count
 from engine.ops.attention import SEGMENT
+from engine.ops.geometry import STAGED_PAGES
 from engine.ops.linear import GROUP
 from engine.platform import Facts, gather
 from engine.platform.facts import DESKTOP
@@ -61,7 +65,7 @@ class Plan:
     largest: int
     refusal: str
     fix: str
-    kv_token_bytes: int
+    kv: KVShape
     weight_bytes: int
     weight_bits: float
     limited_by: str
@@ -82,7 +86,8 @@ class Plan:
             "fits": self.capacity is not None,
             "largest_context": self.largest,
             "limited_by": self.limited_by,
-            "kv_bytes_per_token": self.kv_token_bytes,
+            "kv_dtype": self.kv.form.dtype.name,
+            "kv_bytes_per_token": self.kv.token_bytes,
             "weight_bits_on_device": self.weight_bits,
             "weight_bytes": self.weight_bytes,
             "hypothetical": self.hypothetical,
@@ -135,7 +140,7 @@ def plan_here(model: str, facts: Facts, environ: Mapping[str, str], flags: Mappi
 
 def make_plan(shape: Shape, place: Place, config: EngineConfig, *, weight_bits: float | None = None) -> Plan:
     """`weight_bits`: of a weight on the device; None: as this build loads them."""
-    kv = KVShape(shape.layers, shape.kv_heads, shape.head_dim, place.dtype)
+    core = KVShape(shape.layers, shape.kv_heads, shape.head_dim, place.dtype)
     loaded: float = LOADED_BITS if place.device is not None else 8 * place.dtype.itemsize
     if place.device is None and shape.four_bit and place.dtype is torch.bfloat16:
         loaded += CODE_BITS
@@ -148,15 +153,16 @@ def make_plan(shape: Shape, place: Place, config: EngineConfig, *, weight_bits: 
         memory = place.memory
         if place.device is None:  # weights lie in the same memory, and are loaded before the tiers are sized
             memory = replace(memory, ram=max(0, memory.ram - weights))
-        return plan_capacity(
+        plan = partial(
+            plan_capacity,
             settings,
-            kv,
-            shape.trained_context,
-            memory,
+            trained_context=shape.trained_context,
+            memory=memory,
             weight_bytes=weights,
-            digest_token_bytes=digest_token_bytes(kind, kv, device) if kind else 0,
-            staging_pages=SEGMENT,
+            digest_token_bytes=digest_token_bytes(kind, core, device) if kind else 0,
+            staging_pages=SEGMENT if place.device is None else STAGED_PAGES,
         )
+        return choose_kv(settings, core, shape.trained_context, plan)[1]
 
     largest, limit = _largest(capacity, config, shape)
     found, refusal, fix = None, "", ""
@@ -164,10 +170,11 @@ def make_plan(shape: Shape, place: Place, config: EngineConfig, *, weight_bits: 
         found = capacity(config if config.max_context or not largest else replace(config, max_context=largest))
     except KVRingError as error:
         refusal, fix = error.message, error.fix
+    kv = replace(core, kv=KV[found.kv] if found else named(config.kv_dtype, place.dtype))
     beyond = ""
     if bits < loaded:
         beyond = f"{bits:g} bits a weight on the device is what a file could give; this build loads {loaded:g} bits"
-    return Plan(shape, place, found, largest, refusal, fix, kv.token_bytes, weights, bits, limit, beyond)
+    return Plan(shape, place, found, largest, refusal, fix, kv, weights, bits, limit, beyond)
 
 
 def _largest(capacity: Any, config: EngineConfig, shape: Shape) -> tuple[int, str]:
@@ -250,8 +257,8 @@ def _row(card: str, plan: Plan) -> dict[str, Any]:
         "weight_bits": plan.weight_bits,
         "loads": not plan.hypothetical,
         "weight_bytes": plan.weight_bytes,
-        "kv_bytes_per_token": plan.kv_token_bytes,
-        "kv_dtype": "bf16",
+        "kv_bytes_per_token": plan.kv.token_bytes,
+        "kv_dtype": plan.kv.form.dtype.name,
         "fits": capacity is not None,
         "pool_tokens": capacity.pool_pages * PAGE if capacity else 0,
         "pool_bytes": capacity.pool_bytes if capacity else 0,

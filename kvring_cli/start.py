@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from engine.config import KV_EXPERIMENTAL
 from engine.switches import SETTINGS, Effective, Resolved, resolve
 from engine.units import format_bytes
 from kvring_cli import console
@@ -12,6 +13,7 @@ from kvring_cli.options import Flags
 
 if TYPE_CHECKING:
     from engine.engine import Engine
+    from engine.kv.budget import Capacity
 
 
 def settle(model: str, flags: Flags, verbose: bool, card: str | None = None, **defaults: Any) -> Resolved:
@@ -124,6 +126,8 @@ def start(resolved: Resolved, verbose: bool) -> Engine:
         console.say(f"note: {note}")
     if engine.graphs == "off":
         console.say("note: decode steps are no CUDA graphs, as asked: the same work, launched kernel by kernel")
+    if engine.capacity.kv in KV_EXPERIMENTAL and not verbose:
+        console.say(f"note: {kv_line(engine.capacity)}")
     if verbose or (resolved.config.dtype == "auto" and "GGUF" in engine.compute):
         console.say(f"compute | {engine.compute}", "dim")
     if verbose:
@@ -136,13 +140,20 @@ def _log(line: str) -> None:
     console.say(f"start | {line}", "dim")
 
 
+def kv_line(capacity: Capacity) -> str:
+    """What pages hold, and why."""
+    mark = ", experimental: it failed a gate" if capacity.kv in KV_EXPERIMENTAL else ""
+    return f"kv {capacity.kv} ({capacity.kv_reason}{mark})"
+
+
 def capacity_lines(engine: Engine) -> list[str]:
     """What the tiers hold, and how the window is shared out where the ring is on."""
     capacity, window = engine.capacity, engine.capacity.window
     lines = [
         f"capacity | context {capacity.context:,} tokens | KV {capacity.pool_pages * 64:,} tokens | "
         f"pages {capacity.pool_pages:,}/{capacity.logical_pages:,} | pool {format_bytes(capacity.pool_bytes)} | "
-        f"host {format_bytes(capacity.host_bytes)} | weights {format_bytes(capacity.weight_bytes)}"
+        f"host {format_bytes(capacity.host_bytes)} | weights {format_bytes(capacity.weight_bytes)} | "
+        f"{kv_line(capacity)}"
     ]
     if capacity.ring:
         lines.append(

@@ -78,7 +78,7 @@ def test_one_that_does_not_apply_is_no_failure(phantom):
 
 def test_every_step_of_the_start_is_logged(served):
     _, steps = served()
-    assert [step.split()[0] for step in steps] == ["device", "host", "pool", "backend"]
+    assert [step.split()[0] for step in steps] == ["device", "kv", "host", "pool", "backend"]
 
 
 @pytest.mark.parametrize("strict", [True, False])

@@ -238,7 +238,7 @@ def test_each_capability_gets_its_engine(capability, engine):
     facts = windows_pc(gpus=(replace(RTX_3060, capability=capability),))
     choice = pick_engine(facts, {}, triton_kernels=True)
     assert (choice.engine, choice.exit_code) == (engine, 0)
-    assert choice.kv_dtype == ("float16" if capability == "7.5" else "bfloat16")
+    assert choice.kv_dtype == ("fp16" if capability == "7.5" else "bf16")
     assert choice.command("m")[:5] == ["kvring", "serve", "m", "--device", "cuda"]
 
 

@@ -40,7 +40,7 @@ from tests.machines import H200, RTX_3060, laptop, linux_server
 def test_published_sizes_give_the_published_bytes(name, kib, billions):
     """capacity.md's bytes a token, and the parameter counts on the models' own pages."""
     plan = make_plan(PUBLISHED[name], card_place(find_card("24gb"), 64 * GIB), EngineConfig(model=""), weight_bits=4)
-    assert plan.kv_token_bytes == kib * 1024
+    assert plan.kv.token_bytes == kib * 1024
     assert PUBLISHED[name].parameters / 1e9 == pytest.approx(billions, abs=0.01)
     assert PUBLISHED["27b-2.1bit"].parameters / 1e9 == pytest.approx(27, abs=0.1)
 
@@ -95,11 +95,15 @@ def test_a_plan_for_the_cpu_is_what_the_engine_then_builds(phantom, ram):
 
 
 def test_ram_is_an_input_and_halves_what_it_holds():
-    long = {"max_context": "128K", "weight_bits": 4.5}
-    wide, *_ = plan_for("llama-3.1-8b", "24gb", 64 * GIB, 4.5, flags={"max_context": "128K"}, environ={})
-    tight, *_ = plan_for("llama-3.1-8b", "24gb", 16 * GIB, 4.5, flags={"max_context": "128K"}, environ={})
-    assert long and wide.capacity is not None and tight.capacity is None
+    def plan(ram, kv_dtype):
+        flags = {"max_context": "128K", "kv_dtype": kv_dtype}
+        return plan_for("llama-3.1-8b", "24gb", ram * GIB, 4.5, flags=flags, environ={})[0]
+
+    wide, tight, small = plan(64, "bf16"), plan(16, "bf16"), plan(16, "auto")
+    assert wide.capacity is not None and tight.capacity is None
     assert "RAM" in tight.refusal and tight.largest < 100_000
+    assert plan(64, "auto").capacity.kv == "bf16" and small.capacity.kv == "k8v4"
+    assert small.capacity.host_bytes == 0.39453125 * wide.capacity.host_bytes and "16 GiB" in small.capacity.kv_reason
 
 
 def test_a_flag_overrides_the_cards_preset():

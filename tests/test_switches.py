@@ -18,6 +18,7 @@ ANY_VALUE = {  # a value that is not the default, as the flag takes it, and what
     "ring": ("on", "on"),
     "host_memory": ("pageable", "pageable"),
     "host_kv_bytes": ("0.5", 1 << 29),
+    "kv_dtype": ("k8v4", "k8v4"),
     "device_limit_bytes": ("12GiB", 12 << 30),
     "ram_limit_bytes": ("32G", 32 << 30),
     "retrieve": ("512", 512),

@@ -149,6 +149,7 @@ OBSERVED = {
     "ring": ({"ring": "off"}, lambda seen: seen.refused),
     "host_memory": ({"host_memory": "pinned"}, lambda seen: seen.refused),
     "host_kv_bytes": ({"host_kv_bytes": 64 << 20}, lambda seen: seen.engine.capacity.host_pages),
+    "kv_dtype": ({"kv_dtype": "k8v4"}, lambda seen: (seen.engine.stats()["kv_dtype"], seen.engine.capacity.host_bytes)),
     "device_limit_bytes": ({"device_limit_bytes": 1 << 20}, lambda seen: seen.refused),
     "ram_limit_bytes": ({"ram_limit_bytes": 1 << 20}, lambda seen: seen.refused),
     "retrieve": ({"retrieve": 256}, lambda seen: seen.engine.capacity.window.selection),

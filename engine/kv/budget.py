@@ -94,6 +94,8 @@ class Capacity:
     host_reason: str = "what the longest context needs"
     tail_bytes: int = 0  # of layers that slide, on the device
     snapshot_bytes: int = 0  # of tails, on the host
+    kv: str = ""  # what pages hold, a name of config.KV_DTYPES
+    kv_reason: str = "--kv-dtype"
 
     @property
     def device_bytes(self) -> int:
@@ -149,7 +151,7 @@ def plan_capacity(
     if memory.device is None:  # digests, pool and staging lie in the same memory
         pool = _pool_pages(config, page_count(config.max_context or trained_context), trained_context)
         page += PAGE * digest_token_bytes
-        fixed = pool * shape.page_bytes + 2 * staging_pages * shape.layer_page_bytes
+        fixed = pool * shape.page_bytes + 2 * staging_pages * shape.decoded_bytes
     context = _context(config, max(PAGE, (host_room - fixed) // page * PAGE), trained_context, notes)
     logical = page_count(context)
     pool = _pool_pages(config, logical, trained_context)
@@ -170,7 +172,7 @@ def plan_capacity(
     digest_page = PAGE * digest_token_bytes if ring else 0
     host_reason = Capacity.host_reason if asked is None else "--host-kv-gib"
     if config.host_kv_bytes == "auto":
-        fixed = weight_bytes + tail_bytes + pool * shape.page_bytes + 2 * staging_pages * shape.layer_page_bytes
+        fixed = weight_bytes + tail_bytes + pool * shape.page_bytes + 2 * staging_pages * shape.decoded_bytes
         limit = _device_limit(config, memory)
         spare = None if limit is None else max(0, limit - fixed - logical * digest_page)
         host, host_reason = _automatic_host(logical, shape.page_bytes, digest_page, ram_room, spare)
@@ -205,11 +207,12 @@ def plan_capacity(
         pool_bytes=pool * shape.page_bytes,
         host_bytes=host_bytes,
         digest_bytes=host * digest_page,
-        staging_bytes=2 * staging_pages * shape.layer_page_bytes,
+        staging_bytes=2 * staging_pages * shape.decoded_bytes,
         notes=tuple(notes),
         host_reason=host_reason,
         tail_bytes=tail_bytes,
         snapshot_bytes=snapshot_bytes,
+        kv=shape.form.dtype.name,
     )
     _check_device(config, shape, memory, capacity, host * PAGE * digest_token_bytes)
     return capacity

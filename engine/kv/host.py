@@ -20,7 +20,7 @@ from engine.platform import Platform, this_platform
 
 
 class HostStore:
-    """`data`: [page, layer, k|v, kv_head, 64, head_dim], committed at once.
+    """`data`: [page, layer, *shape.layer_page], committed at once.
 
     Pinned by and by where there is a registrar; `pin_budget` bytes at most, None: as many as the driver allows.
     """
@@ -36,9 +36,9 @@ class HostStore:
         verify: bool = False,
     ) -> None:
         self.shape, self.pages = shape, pages
-        count = pages * shape.page_bytes // shape.dtype.itemsize
-        self._memory = (platform or this_platform()).commit(count * shape.dtype.itemsize)
-        self.data = torch.frombuffer(self._memory, dtype=shape.dtype, count=count).view(
+        count = pages * shape.page_bytes // shape.element.itemsize
+        self._memory = (platform or this_platform()).commit(count * shape.element.itemsize)
+        self.data = torch.frombuffer(self._memory, dtype=shape.element, count=count).view(
             pages, shape.layers, *shape.layer_page
         )
         self.references = np.zeros(pages, dtype=np.int32)

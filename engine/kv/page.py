@@ -20,10 +20,12 @@ A page's id is its place in the host store. It is given when the page opens and 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from engine.config import PAGE
+from engine.kv.dtype import Form, KVDtype, plain
 
 
 def page_count(tokens: int) -> int:
@@ -33,20 +35,36 @@ def page_count(tokens: int) -> int:
 
 @dataclass(frozen=True)
 class KVShape:
-    """The shape of the cache of one model."""
+    """The shape of one model's cache. `dtype`: what attention computes with; `kv`: what pages hold, None: the same."""
 
     layers: int
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    kv: KVDtype | None = None
+
+    @cached_property
+    def form(self) -> Form:
+        """One layer of one page, contiguous on both sides."""
+        return Form(self.kv or plain(self.dtype), self.kv_heads, self.head_dim)
 
     @property
-    def layer_page(self) -> tuple[int, int, int, int]:
-        """[k|v, kv_head, 64, head_dim]: one layer of one page, contiguous on both sides."""
-        return (2, self.kv_heads, PAGE, self.head_dim)
+    def element(self) -> torch.dtype:
+        """Of the tensors that hold pages."""
+        return self.form.dtype.element
+
+    @property
+    def layer_page(self) -> tuple[int, ...]:
+        """One layer of one page, in elements: [k|v, kv_head, 64, head_dim], or its bytes where it holds codes."""
+        return self.form.shape
 
     @property
     def layer_page_bytes(self) -> int:
+        return self.form.bytes
+
+    @property
+    def decoded_bytes(self) -> int:
+        """One layer of one page as attention computes with it."""
         return 2 * self.kv_heads * PAGE * self.head_dim * self.dtype.itemsize
 
     @property
@@ -56,3 +74,7 @@ class KVShape:
     @property
     def token_bytes(self) -> int:
         return self.page_bytes // PAGE
+
+    def decode(self, pages: torch.Tensor) -> torch.Tensor:
+        """pages [n, *layer_page] as stored -> [n, k|v, kv_head, 64, head_dim] of `dtype`."""
+        return self.form.decode(pages, self.dtype)

@@ -18,14 +18,14 @@ from engine.routes import Routes
 
 
 class DevicePool:
-    """`data`: [layer, slot, k|v, kv_head, 64, head_dim] on the device; the tables are host-side (torch backend)."""
+    """`data`: [layer, slot, *shape.layer_page] on the device; the tables are host-side (torch backend)."""
 
     def __init__(
         self, shape: KVShape, slots: int, pages: int, device: torch.device, routes: Routes | None = None
     ) -> None:
         self.shape, self.slots = shape, slots
         self.routes = routes or Routes()
-        self.data = torch.zeros(shape.layers, slots, *shape.layer_page, dtype=shape.dtype, device=device)
+        self.data = torch.zeros(shape.layers, slots, *shape.layer_page, dtype=shape.element, device=device)
         self._slot_of = np.full((shape.layers, pages), -1, dtype=np.int64)
         self._page_in = np.full((shape.layers, slots), -1, dtype=np.int64)
         self._last_used = np.zeros((shape.layers, slots), dtype=np.int64)
@@ -132,7 +132,7 @@ class DevicePool:
         return self.slot_of[layer, pages] >= 0
 
     def read(self, layer: int, pages: np.ndarray) -> torch.Tensor:
-        """[n, k|v, kv_head, 64, head_dim] of resident pages, in the order given."""
+        """[n, *shape.layer_page]: resident pages as they are stored, in the order given."""
         slots = self.slot_of[layer][pages]
         if slots.min(initial=0) < 0:
             raise EngineError(f"layer {layer}: pages {pages[slots < 0].tolist()} were read before they were resident")

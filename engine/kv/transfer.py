@@ -123,7 +123,7 @@ class Transfer:
         self.stats.fetch_seconds += time.perf_counter() - began
 
     def load(self, layer: int, pages: np.ndarray) -> torch.Tensor:
-        """[n, k|v, kv_head, 64, head_dim] on the pool's device, straight from the host; a view where one run serves."""
+        """[n, *layer_page] as stored, on the pool's device, straight from the host; a view where one run serves."""
         first, count = int(pages[0]), len(pages)
         if count == 1 or (np.diff(pages) == 1).all():
             source = self.host.data[first : first + count, layer]

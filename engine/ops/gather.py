@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_WIDTHS = {2: torch.int16, 4: torch.int32}  # numpy has no bfloat16; a copy needs only the width
+_WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # numpy has no bfloat16; a copy needs only the width
 
 
 def as_words(data: Tensor) -> np.ndarray:

@@ -104,9 +104,9 @@ def _lines(made: Plan, config: EngineConfig) -> list[str]:
         f"place     {place.name}: {place.arithmetic}",
         f"weights   {shape.parameters / 1e9:.3g} billion x {made.weight_bits:g} bits / 8 = "
         f"{format_bytes(made.weight_bytes)}",
-        f"KV        2 x {shape.layers} layers x {half[1]} heads x {half[2]} x {place.dtype.itemsize} bytes = "
-        f"{format_bytes(made.kv_token_bytes)} a token, {format_bytes(PAGE * made.kv_token_bytes)} a page "
-        f"({str(place.dtype).removeprefix('torch.')})",
+        f"KV        {made.kv.form.arithmetic(shape.layers)} = {format_bytes(made.kv.token_bytes)} a token, "
+        f"{format_bytes(made.kv.page_bytes)} a page ({made.kv.form.dtype.name}"
+        f"{f'; {capacity.kv_reason}' if capacity else ''})",
     ]
     if made.hypothetical:
         lines.append(f"note      {made.hypothetical}")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.units import GIB, MIB
 from kvring_cli import console
+from kvring_cli.start import kv_line
 
 if TYPE_CHECKING:
     from engine.engine import Engine
@@ -103,7 +104,6 @@ class RequestLog:
 def ready_lines(engine: Engine, seconds: float) -> list[str]:
     """From `device profile` to `reuse`, in the order in which tools look for them."""
     capacity, window, config = engine.capacity, engine.capacity.window, engine.config
-    dtype = str(engine.model.transformer.dtype).removeprefix("torch.").replace("bfloat16", "bf16")
     total = window.sink + window.selection + window.recent + window.free
     runtime = capacity.pool_bytes + capacity.digest_bytes + capacity.staging_bytes
     return [
@@ -111,7 +111,7 @@ def ready_lines(engine: Engine, seconds: float) -> list[str]:
         _backend(engine),
         _scoring(engine),
         f"engine ready | {engine.model.name} | total {seconds:.1f}s | weights {capacity.weight_bytes / GIB:.2f} GiB",
-        f"capacity | KV {capacity.pool_pages * 64:,} tokens, {dtype}, "
+        f"capacity | KV {capacity.pool_pages * 64:,} tokens, {capacity.kv}, "
         f"{'auto' if config.kv_capacity is None else 'explicit'} | pages {capacity.pool_pages:,}/"
         f"{capacity.logical_pages:,} | runtime {runtime / GIB:.2f} GiB | free {_free(engine) / GIB:.2f} GiB",
         f"[ring] budgets: sink={window.sink}, selection={window.selection}, recent={window.recent}, "
@@ -120,6 +120,7 @@ def ready_lines(engine: Engine, seconds: float) -> list[str]:
         f"{capacity.host_pages / capacity.logical_pages:.1f} contexts of {capacity.context:,} tokens "
         f"({capacity.host_reason}) | {_host_memory(engine)}",
         f"reuse host-backed: {'on' if config.reuse else 'off'}",
+        kv_line(capacity),
         f"compute | {engine.compute}",
         *([engine.chunk_note] if engine.chunk_note else []),
     ]

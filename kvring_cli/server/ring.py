@@ -2,7 +2,8 @@
 
     {
       "model": "phantom", "state": "ready", "backend": "torch-cpu", "uptime_seconds": 12.5,
-      "context_tokens": 32768, "page_tokens": 64, "ring": true,          # false: dense, nothing is ever cold
+      "context_tokens": 32768, "page_tokens": 64, "kv_dtype": "bf16",
+      "ring": true,                                                      # false: dense, nothing is ever cold
       "pool": {"pages": 63, "used": 40, "bytes": 33030144},              # pages of the device, each in every layer
       "host": {"pages": 512, "used": 90, "bytes": 268435456, "pinned_bytes": 0, "checkpoint_pages": 80},
       "window": {"sink": 4, "selection": 31, "recent": 24, "free": 4},   # pages; they add up to pool.pages
@@ -69,6 +70,7 @@ def ring(service: Service) -> dict[str, Any]:
         "age_seconds": time.perf_counter() - picture["taken"],
         "context_tokens": capacity.context,
         "page_tokens": PAGE,
+        "kv_dtype": capacity.kv,
         "ring": capacity.ring,
         "pool": {"pages": stats["pool_pages"], "used": stats["pool_pages_used"], "bytes": stats["pool_bytes"]},
         "host": {
