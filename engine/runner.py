@@ -170,7 +170,7 @@ class Runner:
         closed = frame.own[: frame.end // PAGE - frame.past]
         if len(closed):
             if self.digest_kind is not None:
-                self.digests.ensure(self.digest_kind, closed, self.read)
+                self.digests.ensure(self.digest_kind, closed, self.pool.read)
             self.transfer.write_through(closed.tolist())
 
     def _undo(self, frame: Frame) -> None:
@@ -181,14 +181,6 @@ class Runner:
         self.host.replica[opened] = False
         self.pool.pinned[opened] = True
         self.release(list(frame.fresh))
-
-    def read(self, layer: int, pages: np.ndarray) -> Tensor:
-        """[n, k|v, kv_head, 64, head_dim] of resident pages, as attention sees them."""
-        return self.host.shape.decode(self.pool.read(layer, pages))
-
-    def load(self, layer: int, pages: np.ndarray) -> Tensor:
-        """The same of closed pages, from the host."""
-        return self.host.shape.decode(self.transfer.load(layer, pages))
 
     def release(self, pages: list[int]) -> None:
         """Let go of one reference to each page; pages that nobody holds leave every table."""

@@ -29,7 +29,9 @@ class Session:
         self.prepared = prepared
         self.sequence = Sequence(marks={prepared.query[0] // PAGE * PAGE})
         self.trace = Trace()
-        self.recall = Recall(prepared.settings, runner.host.shape, runner.digests, runner.model.rope, runner.load)
+        self.recall = Recall(
+            prepared.settings, runner.host.shape, runner.digests, runner.model.rope, runner.transfer.load
+        )
         self.cached = 0
         self.phases: list[Phase] = []  # of the prompt, those not finished
         self.follows: tuple[Session, int] | None = None  # who computes this prompt's first tokens, and how many

@@ -132,7 +132,7 @@ class TritonRunner(Runner):
             triton_pages.close_pages(self.pool.data, slots, self.stager.upload(closed), codes, scales)
             self.digests.made("token", closed)
         elif self.digest_kind is not None:
-            self.digests.ensure(self.digest_kind, closed, self.read)
+            self.digests.ensure(self.digest_kind, closed, self.pool.read)
         self.transfer.write_through(closed.tolist(), slots)
 
     def _store_pages(self, slots: Tensor, pages: np.ndarray) -> None:

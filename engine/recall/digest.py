@@ -84,7 +84,7 @@ class Digests:
         self._made[kind] = np.zeros(self.pages, dtype=bool)
 
     def ensure(self, kind: str, pages: np.ndarray, load: Callable[[int, np.ndarray], Tensor]) -> None:
-        """Make what is missing; `load(layer, pages)` gives [n, k|v, kv_head, 64, head_dim] of closed pages."""
+        """Make what is missing; `load(layer, pages)` gives closed pages as they are stored."""
         if kind not in self._store:
             self._allocate(kind)
         missing = pages[~self._made[kind][pages]]
@@ -92,7 +92,7 @@ class Digests:
             return
         index = torch.from_numpy(missing.astype(np.int64)).to(self.device)
         for layer in range(self.shape.layers):
-            made = self._make(kind, load(layer, missing)[:, 0])
+            made = self._make(kind, self.shape.decode(load(layer, missing))[:, 0])
             for store, part in zip(self._store[kind], made, strict=True):
                 store[layer].index_copy_(0, index, part)
         self._made[kind][missing] = True
