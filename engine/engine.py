@@ -35,7 +35,7 @@ from engine.kv.host import HostStore
 from engine.kv.page import KVShape
 from engine.kv.pinning import CudaRegistrar
 from engine.kv.pool import DevicePool
-from engine.kv.tail import SNAPSHOTS, Tails, TailShape
+from engine.kv.tail import Tails, TailShape, plan_tails
 from engine.model.load import LoadedModel, load_model
 from engine.ops.attention import SEGMENT
 from engine.ops.geometry import STAGED_PAGES
@@ -82,7 +82,13 @@ class Engine:
             config.prefill_chunk, model.config, device, transformer.dtype, self.profile, platform
         )
         self.config = config = replace(config, prefill_chunk=chunk)
-        tails = self._tails(device)
+        tail = TailShape(
+            model.config.sliding_layers,
+            model.config.kv_heads,
+            model.config.head_dim,
+            model.config.window,
+            transformer.dtype,
+        )
         plan = functools.partial(
             plan_capacity,
             config,
@@ -91,8 +97,7 @@ class Engine:
             weight_bytes=transformer.weight_bytes,
             digest_token_bytes=digest_token_bytes(kind, core, device.type) if kind else 0,
             staging_pages=STAGED_PAGES if device.type == "cuda" else SEGMENT,
-            tail_bytes=tails.planned_bytes if tails else 0,
-            snapshot_bytes=tails.most_bytes if tails else 0,
+            **plan_tails(tail, config, model.config.trained_context),
         )
         shape, self.capacity = choose_kv(config, core, model.config.trained_context, plan)
         if model.config.left_out:
@@ -124,7 +129,7 @@ class Engine:
             config.positions == "compact",
             self.capacity.logical_pages,
             graphs=config.cuda_graph == "on",
-            tails=tails,
+            tails=Tails(tail, device, config, model.config.trained_context) if tail.layers else None,
         )
         self.backend, self._runner = choose_backend(runner, device, backends, say)
         self._prefix = PrefixIndex()
@@ -159,15 +164,6 @@ class Engine:
             size = format_bytes(model.transformer.weight_bytes)
             say(f"weights {size} of {model.name} read in {time.perf_counter() - began:.1f} s")
         return cls(config, model, platform, backends=backends, say=say)
-
-    def _tails(self, device: torch.device) -> Tails | None:
-        """Of the layers that slide, where the model has any."""
-        config, model, dtype = self.config, self.model.config, self.model.transformer.dtype
-        if not model.sliding:
-            return None
-        shape = TailShape(len(model.sliding), model.kv_heads, model.head_dim, model.window, dtype)
-        context = config.max_context or model.trained_context
-        return Tails(shape, device, config.prefill_chunk, context, SNAPSHOTS if config.reuse else 0)
 
     def _insist_on_pinned(self) -> None:
         """`--host-memory pinned` is a wish, not a preference: ConfigError if it can't be had whole."""

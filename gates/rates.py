@@ -217,7 +217,8 @@ def _prefill_flops(engine: Engine, tokens: int) -> float:
     config = engine.model.config
     itemsize = engine.model.transformer.dtype.itemsize
     inner = engine.model.transformer.weight_bytes / itemsize - config.vocab * config.hidden * (1 if config.tied else 2)
-    attention = 4 * config.heads * config.head_dim * tokens * tokens / 2 * config.layers
+    pairs = len(config.paged) * tokens * tokens / 2 + len(config.sliding) * tokens * min(config.window, tokens / 2)
+    attention = 4 * config.heads * config.head_dim * pairs
     return 2 * inner * tokens + attention
 
 

@@ -43,7 +43,7 @@ def measure(config: EngineConfig, say: Say, *, clients: int, prefix: int) -> lis
     context = load_context(config, GateOptions(), say)
     document = build("keyed", prefix, context.counter, 1, asked=clients)
     core, dtype = context.model.config, context.model.transformer.dtype
-    shape = KVShape(core.layers, core.kv_heads, core.head_dim, dtype)
+    shape = KVShape(len(core.paged), core.kv_heads, core.head_dim, dtype)
     room = -(-(document.tokens + 256 + ANSWER) // PAGE)
     sizes = {
         "max_context": min(clients * room * PAGE, core.trained_context),

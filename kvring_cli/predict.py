@@ -47,6 +47,8 @@ class Work:
     weight_bytes: float  # of one weight as one row reads it
     head_bytes: float  # of one number of the output matrix
     kv_bytes: int
+    sliding_layers: int = 0  # that that see `window` tokens only
+    window: int = 0
 
     @classmethod
     def of(cls, sizes: Any, dtype: torch.dtype, *, four_bit: bool) -> Work:
@@ -65,6 +67,8 @@ class Work:
             weight_bytes=0.5 + 4 / GROUP if four_bit else width,
             head_bytes=width,
             kv_bytes=width,
+            sliding_layers=sizes.sliding_layers,
+            window=sizes.window,
         )
 
     @property
@@ -103,7 +107,8 @@ def predict(work: Work, rates: Mapping[str, Bands], *, context: int, pool: int, 
 
     ConfigError where the rates lack what this model needs.
     """
-    dtype, layers = work.dtype, work.layers
+    dtype, layers, sliding = work.dtype, work.layers, work.sliding_layers
+    paged = layers - sliding
 
     def time(kind: str, amount: float) -> float:
         bands = rates.get(kind)
@@ -118,19 +123,23 @@ def predict(work: Work, rates: Mapping[str, Bands], *, context: int, pool: int, 
         attend = time(f"attend/{dtype}", work.attend_flops(rows, start + rows / 2))
         if start > pool and "h2d_pinned" in rates:  # cold pages stream by, at best as fast as the link
             attend = max(attend, time("h2d_pinned", work.window_bytes(start)))
-        prefill += layers * attend
+        near = work.attend_flops(rows, min(work.window, start + rows / 2))
+        prefill += paged * attend + (sliding * time(f"attend/{dtype}", near) if sliding else 0.0)
     over = context > pool
     head = time(f"head/{dtype}", work.vocab * work.hidden * work.head_bytes)
     row = time(f"row/{work.form}", work.row_bytes)
-    row += time(f"attend_row/{dtype}", work.window_bytes(window if over else context))
+    seen = time(f"attend_row/{dtype}", work.window_bytes(window if over else context))
     if over:
-        row += time(f"score_row/{dtype}", work.scores(context))
+        seen += time(f"score_row/{dtype}", work.scores(context))
+    near = time(f"attend_row/{dtype}", work.window_bytes(min(work.window, context))) if sliding else 0.0
     rows = QUESTION + PAGE // 2  # a prefix resumes in whole pages
     turn = layers * time(f"layer/{dtype}", work.layer_flops(rows)) + head
-    turn += layers * time(f"attend/{dtype}", work.attend_flops(rows, window if over else context))
+    turn += paged * time(f"attend/{dtype}", work.attend_flops(rows, window if over else context))
+    if sliding:
+        turn += sliding * time(f"attend/{dtype}", work.attend_flops(rows, min(work.window, context)))
     if over:
-        turn += layers * time(f"turn/{dtype}", work.scores(context))
-    return Prediction(prefill, context / prefill, 1 / (layers * row + head), turn)
+        turn += paged * time(f"turn/{dtype}", work.scores(context))
+    return Prediction(prefill, context / prefill, 1 / (layers * row + paged * seen + sliding * near + head), turn)
 
 
 def seconds(bands: Bands, amount: float) -> float:

@@ -27,6 +27,13 @@ class Shape:
     weight_bits: float = 16.0
     four_bit: bool = False  # the file holds 4-bit codes that a CPU in bfloat16 computes with
     origin: str = "published config"
+    sliding_layers: int = 0  # that that see `window` tokens only, and don't page
+    window: int = 0
+
+    @property
+    def paged(self) -> int:
+        """Layers whose keys and values are pages."""
+        return self.layers - self.sliding_layers
 
     @property
     def layer_weights(self) -> int:
@@ -46,13 +53,16 @@ class Shape:
 def _published(name: str) -> Shape:
     sizes = sizes_of[name]
     fields = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "trained_context", "tied")
-    return Shape(name, *(getattr(sizes, field) for field in fields))
+    return Shape(
+        name, *(getattr(sizes, field) for field in fields), sliding_layers=sizes.sliding_layers, window=sizes.window
+    )
 
 
 PUBLISHED = {
     shape.name: shape
     for shape in (
         *map(_published, ("qwen3-4b", "qwen3-8b", "llama-3.1-8b", "qwen2.5-1.5b", "qwen2.5-7b")),
+        *map(_published, ("gemma-3-4b", "gemma-3-12b")),
         Shape("27b-2.1bit", 64, 5120, 21_760, 40, 8, 128, 152_064, 131_072, False, 2.1, origin="a dense 27B, made up"),
     )
 }
@@ -86,6 +96,8 @@ def shape_of(model: str) -> Shape:
         config.trained_context,
         config.tied,
         origin=str(path),
+        sliding_layers=config.sliding_layers,
+        window=config.window,
     )
     size = sum(opened.source.bytes_of(name) for name in opened.source.shapes)
     first = opened.source.nibbles(opened.layout.layer["gate"].format(0))

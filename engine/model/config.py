@@ -68,6 +68,11 @@ class ModelConfig:
         return tuple(layer for layer in range(self.layers) if layer not in sliding)
 
     @property
+    def sliding_layers(self) -> int:
+        """How many layers slide."""
+        return len(self.sliding)
+
+    @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of K and V that one token takes in 16-bit, in all layers that page."""
         return len(self.paged) * 2 * self.kv_heads * self.head_dim * 2

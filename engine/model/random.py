@@ -14,6 +14,7 @@ from torch import Tensor
 
 from engine.errors import ModelError
 from engine.model.config import ModelConfig
+from engine.model.gemma import LOCAL_THETA, every_but_sixth, gemma_fields
 from engine.model.sizes import PUBLISHED, Sizes
 from engine.model.transformer import LayerWeights, Transformer, Weights
 from engine.ops.rope import RopeConfig
@@ -40,6 +41,10 @@ def shape_of(name: str) -> Sizes:
 def random_model(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Transformer, Tokenizer, ModelConfig]:
     """The same weights for the same name, device and dtype."""
     shape = shape_of(name)
+    gemma = {}
+    if shape.family == "gemma3":
+        local = RopeConfig(theta=LOCAL_THETA)
+        gemma = gemma_fields(shape.hidden, every_but_sixth(shape.layers), shape.window, local, shape.head_dim)
     config = ModelConfig(
         family=shape.family,
         layers=shape.layers,
@@ -54,7 +59,7 @@ def random_model(name: str, device: torch.device, dtype: torch.dtype) -> tuple[T
         trained_context=CONTEXT,
         tied=shape.tied,
         attention_bias=shape.bias,
-        qk_norm=shape.family == "qwen3",
+        **(gemma or {"qk_norm": shape.family == "qwen3"}),
     )
     random = torch.Generator(device).manual_seed(0)
 
@@ -62,7 +67,7 @@ def random_model(name: str, device: torch.device, dtype: torch.dtype) -> tuple[T
         return torch.empty(size, dtype=dtype, device=device).normal_(0, _SPREAD, generator=random)
 
     def ones(size: int) -> Tensor:
-        return torch.ones(size, dtype=dtype, device=device)
+        return torch.ones(size, dtype=torch.float32 if gemma else dtype, device=device)
 
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     layers = tuple(
@@ -76,6 +81,8 @@ def random_model(name: str, device: torch.device, dtype: torch.dtype) -> tuple[T
             qkv_bias=matrix(q + 2 * kv) if shape.bias else None,
             q_norm=ones(shape.head_dim) if config.qk_norm else None,
             k_norm=ones(shape.head_dim) if config.qk_norm else None,
+            attention_out_norm=ones(shape.hidden) if config.sandwich else None,
+            mlp_out_norm=ones(shape.hidden) if config.sandwich else None,
         )
         for _ in range(shape.layers)
     )

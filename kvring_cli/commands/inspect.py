@@ -23,7 +23,7 @@ _COMPONENTS = {
     "embedding": ("embed",),
     "attention": ("q", "k", "v", "o", "q_bias", "k_bias", "v_bias", "o_bias"),
     "mlp": ("gate", "up", "down", "gate_bias", "up_bias", "down_bias"),
-    "norms": ("norm", "attention_norm", "mlp_norm", "q_norm", "k_norm"),
+    "norms": ("norm", *("attention_norm", "mlp_norm", "q_norm", "k_norm", "attention_out_norm", "mlp_out_norm")),
     "head": ("head",),
 }
 
@@ -68,12 +68,14 @@ def describe(path: Path) -> dict[str, Any]:
         "vocabulary": config.vocab,
         "trained_context": config.trained_context,
         "rotary_scaling": config.rope.kind,
+        **({"sliding_layers": config.sliding_layers, "sliding_window": config.window} if config.sliding else {}),
         "parameters": _parameters(source, layout, config),
         "weight_bytes": sum(sizes.values()),
         "component_bytes": _by_component(sizes, layout, config),
         "dtypes": dict(sorted(kinds.items())),
         "kv_bytes_per_token": config.kv_bytes_per_token,
         "kv_bytes_per_page": config.kv_bytes_per_token * PAGE,
+        **({"left_out": config.left_out} if config.left_out else {}),
         "chat_template": opened.chat is not None,
         "digest": opened.digest(),
         "complete": True,

@@ -13,6 +13,7 @@ from kvring_cli.options import Flags, engine_options
 
 if TYPE_CHECKING:
     from engine.config import EngineConfig
+    from engine.kv.budget import Capacity
     from kvring_cli.engines import Choice
     from kvring_cli.forecast import Forecast
     from kvring_cli.planning import Plan
@@ -69,6 +70,8 @@ def plan(
         for line in _lines(made, config):
             console.write(line + "\n")
         console.write(f"engine    {engine.engine}: {engine.reason}\n")
+        if made.shape.sliding_layers and (engine.engine or "").startswith("triton"):
+            console.write("          but torch computes this model: there are no kernels yet for layers that slide\n")
         _predicted(forecast, measured)
     if made.capacity is None:
         from engine.errors import ConfigError
@@ -104,10 +107,12 @@ def _lines(made: Plan, config: EngineConfig) -> list[str]:
         f"place     {place.name}: {place.arithmetic}",
         f"weights   {shape.parameters / 1e9:.3g} billion x {made.weight_bits:g} bits / 8 = "
         f"{format_bytes(made.weight_bytes)}",
-        f"KV        {made.kv.form.arithmetic(shape.layers)} = {format_bytes(made.kv.token_bytes)} a token, "
+        f"KV        {made.kv.form.arithmetic(shape.paged)} = {format_bytes(made.kv.token_bytes)} a token, "
         f"{format_bytes(made.kv.page_bytes)} a page ({made.kv.form.dtype.name}"
         f"{f'; {capacity.kv_reason}' if capacity else ''})",
     ]
+    if shape.sliding_layers:
+        lines.append(f"sliding   {shape.sliding_layers} more layers see {shape.window:,} tokens, and don't page")
     if made.hypothetical:
         lines.append(f"note      {made.hypothetical}")
     if capacity is None:
@@ -120,9 +125,19 @@ def _lines(made: Plan, config: EngineConfig) -> list[str]:
         *lines,
         f"pool      {how} = {pages:,} pages = {pages * PAGE:,} tokens = {format_bytes(capacity.pool_bytes)}",
         f"digests   {format_bytes(capacity.digest_bytes)}; staging {format_bytes(capacity.staging_bytes)}",
+        *(_tails(capacity) if shape.sliding_layers else ()),
         f"device    {format_bytes(total)}" + (f" of {format_bytes(place.device)}" if place.device is not None else ""),
         f"host      {capacity.host_pages:,} pages = {format_bytes(capacity.host_bytes)} of {format_bytes(place.ram)}",
         f"context   {capacity.context:,} tokens; largest that fits: {made.largest:,} (limit: {made.limited_by})",
+    ]
+
+
+def _tails(capacity: Capacity) -> list[str]:
+    from engine.kv.tail import SNAPSHOTS, TAILS
+
+    return [
+        f"tails     {format_bytes(capacity.tail_bytes)} for {TAILS} conversations at once; their {SNAPSHOTS} snapshots "
+        f"take {format_bytes(capacity.snapshot_bytes)} of the host"
     ]
 
 
