@@ -250,7 +250,7 @@ def test_a_plan_counts_pages_of_layers_that_see_everything_and_tails_of_the_othe
     card = Place("a card", 64 << 30, 24 << 30, torch.bfloat16, "")
     plan = make_plan(shape, card, EngineConfig(model=""), weight_bits=4.5)
     capacity = plan.capacity
-    assert plan.kv_token_bytes == 2 * 8 * 8 * 256 * 2
+    assert plan.kv.token_bytes == 2 * 8 * 8 * 256 * 2
     assert capacity.device_bytes - capacity.weight_bytes - capacity.pool_bytes > capacity.tail_bytes
     assert capacity.tail_bytes > TAILS * 1024 * 40 * 2 * 8 * 256 * 2
     engine = make()
