@@ -163,8 +163,8 @@ def straddling(engine: Engine, document: Document) -> int:
 def _offsets(engine: Engine, document: Document) -> tuple[int, list[int], list[int]]:
     tokenizer, chat = engine.model.tokenizer, engine.model.chat
     base = chat.encode(document.messages(document.asked[0]), tokenizer).spans[0][0]
-    offsets = tokenizer.encode_spans(document.text, specials=False)[1]
-    return base, [end for _, end in offsets], [start for start, _ in offsets]
+    spans = tokenizer.encode_spans(document.text, specials=False)
+    return base, spans.ends.tolist(), spans.starts.tolist()
 
 
 def excluding(engine: Engine, document: Document, prefill: str) -> Settings:

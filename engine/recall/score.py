@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.ops.attention import turn_query
+from engine.ops.attention import log_sum_exp, turn_query
 from engine.ops.rope import Rotary
 from engine.recall.digest import Digests, unpack_codes
 
@@ -30,9 +30,8 @@ def page_lse(rope: Rotary, q: Tensor, keys: Tensor, distance: np.ndarray, key_sc
     turned = turn_query(rope, q, distance).view(pages, rows, kv_heads, heads // kv_heads, dim)
     turned = turned.permute(0, 2, 1, 3, 4).reshape(pages, kv_heads, -1, dim).to(keys.dtype)
     scores = (turned @ keys.transpose(-1, -2)).float()
-    if key_scales is not None:
-        scores *= key_scales.unsqueeze(2)
-    return torch.logsumexp(scores * rope.score_scale, -1).permute(1, 2, 0)
+    scores *= rope.score_scale if key_scales is None else (key_scales * rope.score_scale).unsqueeze(2)
+    return log_sum_exp(scores, torch.softmax(scores, -1)).permute(1, 2, 0)
 
 
 def mass(lse: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.errors import ModelError, RequestError
+from engine.text.spans import Spans
 from engine.text.tokenizer import Tokenizer
 from engine.text.tools import spell_tools
 
@@ -113,7 +114,8 @@ class ChatTemplate:
             skeleton = ""
         places = _locate(rendered, contents, skeleton, mark[2])
         places.append(self._place_of_tools(rendered, safe, safe_tools, arguments))
-        ids, starts, ends = _encode_around(rendered, mark, specials, tokenizer)
+        tokens = _encode_around(rendered, mark, specials, tokenizer)
+        ids, starts, ends = tokens.ids.tolist(), tokens.starts, tokens.ends
         spans = [(bisect_right(ends, start), bisect_left(starts, end)) for start, end in places]
         spans = [(start, end) if start < end else (len(ids), len(ids)) for start, end in spans]
         return Encoded(ids, spans[:-1], spans[-1])
@@ -149,29 +151,19 @@ def _shared(first: str, second: str) -> int:
     return low
 
 
-def _encode_around(
-    rendered: str, mark: str, specials: list[str], tokenizer: Tokenizer
-) -> tuple[list[int], list[int], list[int]]:
-    """Ids, and each token's first and end character in `rendered`."""
-    ids: list[int] = []
-    starts: list[int] = []
-    ends: list[int] = []
-
-    def add(text: str, at: int, special: bool, width: int | None = None) -> None:
-        piece, offsets = tokenizer.encode_spans(text, specials=special)
-        ids.extend(piece)
-        starts.extend(at + start if width is None else at for start, _ in offsets)
-        ends.extend(at + end if width is None else at + width for _, end in offsets)
-
+def _encode_around(rendered: str, mark: str, specials: list[str], tokenizer: Tokenizer) -> Spans:
+    """Tokens, with their characters in `rendered`; a special's string that a person wrote is text."""
+    parts: list[Spans] = []
     cursor = 0
     for match in re.finditer(f"{mark[0]}([0-9]+){mark[1]}", rendered):
-        if match.start() > cursor:
-            add(rendered[cursor : match.start()], cursor, True)
-        add(specials[int(match[1])], match.start(), False, len(match[0]))
+        if cursor < match.start():
+            parts.append(tokenizer.encode_spans(rendered[cursor : match.start()], specials=True).moved(cursor))
+        written = tokenizer.encode_spans(specials[int(match[1])], specials=False).ids
+        parts.append(Spans.of(written, [match.span()] * len(written)))
         cursor = match.end()
     if cursor < len(rendered) or not rendered:
-        add(rendered[cursor:], cursor, True)
-    return ids, starts, ends
+        parts.append(tokenizer.encode_spans(rendered[cursor:], specials=True).moved(cursor))
+    return Spans.joined(parts)
 
 
 def _locate(rendered: str, contents: list[str], skeleton: str, mark: str) -> list[tuple[int, int]]:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 
 import tokenizers
 
 from engine.errors import RequestError
+from engine.text.spans import Kept, Spans
 
 _UNFINISHED = "\ufffd"  # what decoding puts for bytes that aren't (yet) a character
 _LONGEST_HOLD = 8  # tokens: a character has at most 4 bytes and a byte-level token at least one
@@ -33,6 +35,7 @@ class Tokenizer:
         self.adds_bos = adds_bos and bos is not None
         added = backend.get_added_tokens_decoder()
         self.special = {token.content: id for id, token in added.items() if token.special}
+        self._kept = Kept()
         self.special_ids = frozenset(self.special.values())
         longest_first = sorted(self.special, key=len, reverse=True)
         self.special_pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
@@ -51,10 +54,52 @@ class Tokenizer:
         """What a chat template wrote: its markers become special ids, and it has put in BOS itself if it wants one."""
         return self._encode(rendered, specials=True).ids
 
-    def encode_spans(self, rendered: str, *, specials: bool) -> tuple[list[int], list[tuple[int, int]]]:
-        """Ids, and for each the characters (start, end) of `rendered` that it covers. No BOS."""
-        encoding = self._encode(rendered, specials=specials)
-        return encoding.ids, encoding.offsets
+    def encode_spans(self, rendered: str, *, specials: bool) -> Spans:
+        """Ids with the characters of `rendered` that each covers, `specials` read as such or as text. No BOS."""
+        if not specials:
+            return self._spans(rendered, specials=False)
+        if not self.joins:
+            return self._kept.get(rendered, lambda text: self._spans(text, specials=True))
+        parts, cursor = [], 0
+        for match in self.special_pattern.finditer(rendered):
+            parts.append(self._piece(rendered[cursor : match.start()], cursor))
+            parts.append(Spans.of([self.special[match[0]]], [match.span()]))
+            cursor = match.end()
+        return Spans.joined([*parts, self._piece(rendered[cursor:], cursor)])
+
+    @cached_property
+    def joins(self) -> bool:
+        """Whether text between special tokens is encoded alike alone and in its place, by trying it.
+
+        Not where a space is put in front of the first word only, or a special token swallows those around it.
+        """
+        if not self.special or any(
+            token.lstrip or token.rstrip or token.single_word
+            for token in self._backend.get_added_tokens_decoder().values()
+            if token.special
+        ):
+            return False
+        mark = min(self.special, key=len)
+        before, after = ("word", "word ", "word\n", "\u6f22", "12"), (" word", "word", "\n\nword", "\u6f22", "12", "")
+        return all(
+            self._encode(first + mark + second, specials=True).ids
+            == [
+                *self._encode(first, specials=True).ids,
+                self.special[mark],
+                *self._encode(second, specials=True).ids,
+            ]
+            for first in before
+            for second in after
+        )
+
+    def _piece(self, text: str, at: int) -> Spans:
+        if not text:
+            return Spans.of([], [])
+        return self._kept.get(text, lambda text: self._spans(text, specials=True)).moved(at)
+
+    def _spans(self, text: str, *, specials: bool) -> Spans:
+        encoding = self._encode(text, specials=specials)
+        return Spans.of(encoding.ids, encoding.offsets)
 
     def decode(self, ids: Sequence[int], *, specials: bool = False) -> str:
         """Text of ids; special tokens are left out unless `specials`. Broken UTF-8 becomes U+FFFD."""
