@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Iterable
 
-import numpy as np
 from torch import Tensor
 
 from engine.config import PAGE

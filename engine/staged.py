@@ -166,9 +166,11 @@ class StagedChunk:
     def _lay_out(self, layer: int, begin: int, end: int, cold: np.ndarray, keys: Tensor, values: Tensor) -> None:
         stager = self.stager
         host, ids = stager.transfer.host.data[:, layer], self._ids[begin:end]
-        if cold.any() and not stager.in_place:
-            host = stager.transfer.load(layer, self._host_ids[begin:end][cold])
-            ids = stager.upload(np.cumsum(cold) - 1)
+        if not stager.in_place:  # no kernel may be given what it can't reach, even if it would not read it
+            host = stager.pool.data[layer]
+            if cold.any():
+                host = stager.transfer.load(layer, self._host_ids[begin:end][cold])
+                ids = stager.upload(np.cumsum(cold) - 1)
         triton_pages.stage(
             stager.pool.data[layer],
             host,

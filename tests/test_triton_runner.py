@@ -15,6 +15,8 @@ pytest.importorskip("triton", reason="triton has no wheel here")
 from engine.config import EngineConfig, RecallParams, SamplingParams
 from engine.engine import Engine
 from engine.model.load import load_model
+from engine.ops import triton_pages
+from engine.staged import StagedChunk
 from engine.triton_runner import TritonRunner
 from kvring_cli.server.log import ready_lines
 from tests.models import phantom_folder
@@ -117,6 +119,19 @@ def test_large_chunks_stream_cold_pages_and_agree(tiny):
         engine.close()
     torch.testing.assert_close(logits[1], logits[0], atol=2e-3, rtol=2e-3)
     assert streamed[0] == streamed[1] > 0 and engine.stats()["steps_by"]["streamed"] == (9 if CUDA else 2)
+
+
+def test_no_kernel_is_given_host_memory_that_it_cannot_reach(pair, monkeypatch):
+    """Triton refuses a pageable tensor, even where no page of it would be read: gate lossless found it on a card."""
+    _, engine = pair(kv_capacity=768)
+    answer(engine)
+    runner, given = engine._runner, []
+    monkeypatch.setattr(type(runner.stager), "in_place", False)
+    monkeypatch.setattr(triton_pages, "stage", lambda pool, host, *rest: given.append(host.data_ptr()))
+    cached = np.array(engine._prefix.pages())
+    resident = cached[(runner.pool.slot_of[:, cached] >= 0).all(0)]
+    StagedChunk(runner.stager, len(resident), resident, np.arange(len(resident)), 0, 0)._stage(0, 0, len(resident))
+    assert len(resident) and given == [runner.pool.data[0].data_ptr()]
 
 
 def test_everything_fits_and_a_second_turn_comes_back_from_the_host(pair):

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.ops import geometry as g
+from engine.ops.follow import await_results, follow
 from engine.ops.geometry import Turns
 
 LOG2E = 1.4426950408889634
@@ -77,7 +78,9 @@ def _attend(
     ALL: tl.constexpr,
     COLD: tl.constexpr,
     COMPACT: tl.constexpr,
+    FOLLOW: tl.constexpr,
 ):
+    await_results(FOLLOW)
     split, kv_head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     past, first, own = tl.load(geometry + PAST), tl.load(geometry + FIRST), tl.load(geometry + OWN)
@@ -144,7 +147,18 @@ def _attend(
 
 
 @triton.jit
-def _merge(partial, partial_lse, out, rows, splits, DIM: tl.constexpr, WIDE: tl.constexpr, SPLITS: tl.constexpr):
+def _merge(
+    partial,
+    partial_lse,
+    out,
+    rows,
+    splits,
+    DIM: tl.constexpr,
+    WIDE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    FOLLOW: tl.constexpr,
+):
+    await_results(FOLLOW)
     row = tl.program_id(0).to(tl.int64)
     split, wide = tl.arange(0, SPLITS), tl.arange(0, WIDE)
     lse = tl.load(partial_lse + split * rows + row, mask=split < splits, other=float("-inf"))
@@ -226,6 +240,7 @@ class PagedAttention:
             COMPACT=compact,
             num_warps=2 if rows == 16 else 4,
             num_stages=2,
+            **follow(q),
         )
         _merge[(tokens * self.heads,)](
             self._partial,
@@ -237,5 +252,6 @@ class PagedAttention:
             WIDE=wide,
             SPLITS=max(2, triton.next_power_of_2(splits)),
             num_warps=4,
+            **follow(q),
         )
         return out

@@ -7,11 +7,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.ops.follow import await_results, follow
 from engine.ops.norm import Passes
 
 
 @triton.jit
-def _add_norm(hidden, delta, weight, total, normed, width, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
+def _add_norm(
+    hidden, delta, weight, total, normed, width, eps, ADD: tl.constexpr, BLOCK: tl.constexpr, FOLLOW: tl.constexpr
+):
+    await_results(FOLLOW)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < width
@@ -41,12 +45,14 @@ def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: floa
         ADD=delta is not None,
         BLOCK=triton.next_power_of_2(width),
         num_warps=8 if width >= 2048 else 4,
+        **follow(hidden),
     )
     return total, normed
 
 
 @triton.jit
-def _swiglu(gate_up, out, width, BLOCK: tl.constexpr):
+def _swiglu(gate_up, out, width, BLOCK: tl.constexpr, FOLLOW: tl.constexpr):
+    await_results(FOLLOW)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(gate_up + row * 2 * width + at, mask=at < width, other=0.0).to(tl.float32)
@@ -59,14 +65,25 @@ def swiglu(gate_up: Tensor) -> Tensor:
     """[T, 2 * n] -> silu(first half) * second half, [T, n]."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
-    _swiglu[(rows, triton.cdiv(width, 1024))](gate_up, out, width, BLOCK=1024, num_warps=4)
+    _swiglu[(rows, triton.cdiv(width, 1024))](gate_up, out, width, BLOCK=1024, num_warps=4, **follow(gate_up))
     return out
 
 
 @triton.jit
 def _head_norm(
-    q, k, q_weight, k_weight, q_stride, k_stride, eps, HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr
+    q,
+    k,
+    q_weight,
+    k_weight,
+    q_stride,
+    k_stride,
+    eps,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDE: tl.constexpr,
+    FOLLOW: tl.constexpr,
 ):
+    await_results(FOLLOW)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, WIDE)
     inside = at < DIM
@@ -95,6 +112,7 @@ def head_norm(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: flo
         DIM=dim,
         WIDE=triton.next_power_of_2(dim),
         num_warps=1,
+        **follow(q),
     )
     return q, k
 

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.ops import geometry as g
+from engine.ops.follow import await_results, follow
 
 PAST, FIRST = map(tl.constexpr, (g.PAST, g.FIRST))
 ROUND = tl.constexpr(12582912.0)
@@ -36,7 +37,9 @@ def _append(
     DIM: tl.constexpr,
     PAGE: tl.constexpr,
     HALF: tl.constexpr,
+    FOLLOW: tl.constexpr,
 ):
+    await_results(FOLLOW)
     token, head = tl.program_id(0), tl.program_id(1)
     half = tl.arange(0, HALF)
     inside = half < DIM // 2
@@ -99,6 +102,7 @@ def append(
         PAGE=pool.shape[-2],
         HALF=triton.next_power_of_2(dim // 2),
         num_warps=1,
+        **follow(q),
     )
 
 
@@ -156,7 +160,8 @@ def close_pages(pool: Tensor, slots: Tensor, pages: Tensor, codes: Tensor, scale
 
 
 @triton.jit
-def _gather(host, pool, misses, places, missing, host_page, size, BLOCK: tl.constexpr):
+def _gather(host, pool, misses, places, missing, host_page, size, BLOCK: tl.constexpr, FOLLOW: tl.constexpr):
+    await_results(FOLLOW)
     pieces = tl.cdiv(size, BLOCK)
     for work in range(tl.program_id(0), tl.load(missing) * pieces, tl.num_programs(0)):
         page = tl.load(misses + work // pieces).to(tl.int64)
@@ -171,7 +176,16 @@ def gather(host: Tensor, pool: Tensor, misses: Tensor, places: Tensor, missing: 
     host [page, ...] (the layer's part of the store), pool [slot, ...]; misses int32 page ids, places int32 slots.
     """
     _gather[(units,)](
-        host, pool, misses, places, missing, host.stride(0), pool[0].numel(), BLOCK=_block(pool[0].numel()), num_warps=8
+        host,
+        pool,
+        misses,
+        places,
+        missing,
+        host.stride(0),
+        pool[0].numel(),
+        BLOCK=_block(pool[0].numel()),
+        num_warps=8,
+        **follow(pool),
     )
 
 

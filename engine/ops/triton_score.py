@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.ops import geometry as g
+from engine.ops.follow import await_results, follow
 from engine.ops.geometry import Turns
 from engine.ops.triton_attention import INTERPRETED, dot, load_turned_rows, turn
 
@@ -89,7 +90,9 @@ def _page_lse(
     HALF: tl.constexpr,
     PADDED: tl.constexpr,
     ROWS: tl.constexpr,
+    FOLLOW: tl.constexpr,
 ):
+    await_results(FOLLOW)
     split, kv_head, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     past, farthest = tl.load(geometry + PAST), tl.load(geometry + FARTHEST)
     row, half, key = tl.program_id(2) * ROWS + tl.arange(0, ROWS), tl.arange(0, HALF), tl.arange(0, PAGE)
@@ -127,9 +130,10 @@ def _page_lse(
 def _page_lse_of_many(
     q, codes, scales, ids, geometry, cos, sin, lse, top_part, sum_part, order, rows, reach, scale, pages,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, HALF: tl.constexpr,
-    PADDED: tl.constexpr, ROWS: tl.constexpr,
+    PADDED: tl.constexpr, ROWS: tl.constexpr, FOLLOW: tl.constexpr,
 ):  # fmt: skip
     """As `_page_lse`."""
+    await_results(FOLLOW)
     split, kv_head, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     past, farthest = tl.load(geometry + PAST), tl.load(geometry + FARTHEST)
     row, half, key = tl.program_id(2) * ROWS + tl.arange(0, ROWS), tl.arange(0, HALF), tl.arange(0, PAGE)
@@ -216,4 +220,5 @@ class PageScores:
             PADDED=self.lse.shape[1],
             ROWS=block,
             num_warps=WARPS if few else MANY_WARPS,
+            **follow(q),
         )

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.ops import geometry as g
+from engine.ops.follow import await_results, follow
 from engine.ops.triton_score import UNRANKED, PageScores
 
 PAST, WINDOW, LEFT, DEPTH, TICK = map(tl.constexpr, (g.PAST, g.WINDOW, g.LEFT, g.DEPTH, g.TICK))
@@ -47,11 +48,13 @@ def _key(
     SPLITS: tl.constexpr,
     PLACES: tl.constexpr,
     BLOCK: tl.constexpr,
+    FOLLOW: tl.constexpr,
 ):
     """Integers that order pages as their share of attention does, the best over the rows; -1: may not be chosen.
 
     The lowest bits hold the page, so that no two are equal and the earlier page comes first.
     """
+    await_results(FOLLOW)
     head = tl.program_id(1)
     past = tl.load(geometry + PAST)
     page = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -84,7 +87,9 @@ def _rank(
     KV_HEADS: tl.constexpr,
     OWN_: tl.constexpr,
     OTHERS: tl.constexpr,
+    FOLLOW: tl.constexpr,
 ):
+    await_results(FOLLOW)
     head = tl.program_id(1)
     past, depth = tl.load(geometry + PAST), tl.load(geometry + DEPTH)
     begin = tl.program_id(0) * OWN_
@@ -135,7 +140,9 @@ def _pick(
     PLACES: tl.constexpr,
     OWN_: tl.constexpr,
     OTHERS: tl.constexpr,
+    FOLLOW: tl.constexpr,
 ):
+    await_results(FOLLOW)
     past, left = tl.load(geometry + PAST), tl.load(geometry + LEFT)
     begin = tl.program_id(0) * OWN_
     if begin < past:
@@ -201,7 +208,9 @@ def _bring(
     slots,
     SORT: tl.constexpr,
     SLOTS: tl.constexpr,
+    FOLLOW: tl.constexpr,
 ):
+    await_results(FOLLOW)
     count, tick = tl.load(geometry + WINDOW), tl.load(geometry + TICK)
     index = tl.arange(0, SLOTS)
     seen = index < count
@@ -289,9 +298,10 @@ def rank(scores: PageScores, why: Tensor, role: Tensor, geometry: Tensor, hyster
         PLACES=triton.next_power_of_2(pages),
         BLOCK=block,
         num_warps=4 if rows <= 32 else 8,
+        **follow(why),
     )
     _rank[(triton.cdiv(pages, RANK["OWN_"]), kv_heads)](
-        scores.keys, why, scores.order, geometry, pages, KV_HEADS=kv_heads, **RANK
+        scores.keys, why, scores.order, geometry, pages, KV_HEADS=kv_heads, **RANK, **follow(why)
     )
 
 
@@ -308,6 +318,7 @@ def pick(scores: PageScores, role: Tensor, why: Tensor, window: Tensor, geometry
         NEIGHBORS=neighbors,
         PLACES=triton.next_power_of_2(pages),
         **PICK,
+        **follow(why),
     )
 
 
@@ -367,6 +378,7 @@ def bring(
         SORT=sort,
         SLOTS=misses.places.shape[0],
         num_warps=16,
+        **follow(window),
     )
 
 
