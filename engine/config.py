@@ -14,6 +14,11 @@ MODES = ("exact", "recall", "window")
 KV_DTYPES = ("auto", "bf16", "fp16", "fp32", "fp8", "int8", "k8v4", "int4")
 KV_EXPERIMENTAL = ("fp8", "int4")
 """Those that lost facts or a tenth of perplexity in a gate: the README's table has the figures."""
+WEIGHT_TYPES = (
+    *("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k"),
+    *("iq4_nl", "iq4_xs", "iq3_s", "tq1_0", "tq2_0"),
+)
+"""Quantised types of matrices that are computed with as they are."""
 SCORERS = ("fused", "lexical", "mean", "bounds", "subpage", "token", "mass")
 
 
@@ -47,6 +52,7 @@ class EngineConfig:
     ram_limit_bytes: int | None = None
     verify_pages: bool = False
     cuda_graph: str = "on"  # on | off: whether a step of one token is captured and replayed
+    weights: str = "auto"  # auto | packed | dense | one of WEIGHT_TYPES
     device_profile: str = "auto"  # auto | off | calibrate: whose measured routes are taken
     device_profile_path: str | None = None  # None = the user's cache folder
 

@@ -160,7 +160,7 @@ class Engine:
         set_threads(config.threads, platform)
         if model is None:
             began = time.perf_counter()
-            model = load_model(config.model, device, resolve_dtype(config.dtype, device, config.model))
+            model = load_model(config.model, device, resolve_dtype(config.dtype, device, config.model), config.weights)
             size = format_bytes(model.transformer.weight_bytes)
             say(f"weights {size} of {model.name} read in {time.perf_counter() - began:.1f} s")
         return cls(config, model, platform, backends=backends, say=say)

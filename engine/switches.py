@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from engine.config import KV_DTYPES, KV_EXPERIMENTAL, MODES, PAGE, SCORERS, EngineConfig
+from engine.config import KV_DTYPES, KV_EXPERIMENTAL, MODES, PAGE, SCORERS, WEIGHT_TYPES, EngineConfig
 from engine.conflicts import conflicts
 from engine.errors import ConfigError
 from engine.units import MIB, format_bytes, parse_bytes, parse_tokens
@@ -260,6 +260,9 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("device", "--device", _device, "auto, cpu, cuda or cuda:N", "What computes.", group="Compute"),
     Setting("dtype", "--dtype", _one_of("auto", "float32", "bfloat16", "float16"),
             "auto, float32, bfloat16 or float16", "What numbers it computes with.", group="Compute"),
+    Setting("weights", "--weights", _one_of("auto", "packed", "dense", *WEIGHT_TYPES),
+            "auto, packed (as a GGUF file holds them), dense, or a type: q8_0, q4_0, ... (a folder is quantised to it)",
+            "What weights are in memory. auto: packed on a card and on a CPU in bfloat16.", group="Compute"),
     Setting("threads", "--threads", _within(int, 1, 4096), "1 to 4096", "CPU threads.", group="Compute"),
     Setting("device_profile", "--device-profile", _one_of("auto", "off", "calibrate"), "auto, off or calibrate",
             "Measured routes for this hardware. off: the compiled-in ones.", group="Compute"),

@@ -122,7 +122,7 @@ def load_context(config: EngineConfig, options: GateOptions, say: Say) -> Contex
     """Load `config.model` (a path) once for a whole gate."""
     device = resolve_device(config.device)
     set_threads(config.threads)
-    model = load_model(config.model, device, resolve_dtype(config.dtype, device, config.model))
+    model = load_model(config.model, device, resolve_dtype(config.dtype, device, config.model), config.weights)
     if model.chat is None:
         raise ConfigError(f"{model.name} has no chat template, which gates ask their questions in", "use a chat model")
     return Context(config, model, options, say)

@@ -215,8 +215,8 @@ def transformers_rows(
 def _prefill_flops(engine: Engine, tokens: int) -> float:
     """Two a weight and token, head left out, and four a channel for each pair of a query and a key it sees."""
     config = engine.model.config
-    itemsize = engine.model.transformer.dtype.itemsize
-    inner = engine.model.transformer.weight_bytes / itemsize - config.vocab * config.hidden * (1 if config.tied else 2)
+    projections = config.hidden * (2 * config.heads + 2 * config.kv_heads) * config.head_dim
+    inner = config.layers * (projections + 3 * config.hidden * config.ffn)
     pairs = len(config.paged) * tokens * tokens / 2 + len(config.sliding) * tokens * min(config.window, tokens / 2)
     attention = 4 * config.heads * config.head_dim * pairs
     return 2 * inner * tokens + attention
@@ -224,8 +224,8 @@ def _prefill_flops(engine: Engine, tokens: int) -> float:
 
 def _embedding(engine: Engine) -> int:
     """Bytes of the embedding where it isn't the head too: a step reads one row of it."""
-    config = engine.model.config
-    return 0 if config.tied else config.vocab * config.hidden * engine.model.transformer.dtype.itemsize
+    weights = engine.model.transformer.weights
+    return 0 if weights.embed is weights.head else weights.embed.nbytes
 
 
 def _steps(engine: Engine) -> str:

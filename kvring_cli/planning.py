@@ -19,7 +19,6 @@ from engine.kv.page import KVShape, page_count
 from engine.kv.tail import TailShape, plan_tails
 from engine.ops.attention import SEGMENT
 from engine.ops.geometry import STAGED_PAGES
-from engine.ops.linear import GROUP
 from engine.platform import Facts, gather
 from engine.platform.facts import DESKTOP
 from engine.recall.digest import KIND_OF, digest_token_bytes
@@ -33,10 +32,8 @@ if TYPE_CHECKING:
 
 COMMON_BITS = 4.5
 """Of a weight in the files that people with small cards have."""
-LOADED_BITS = 16
-"""Bits of a weight on a card: this build loads quantised files dequantised."""
-CODE_BITS = 4 + 32 / GROUP
-"""Of a weight that a CPU keeps as a 4-bit code too, for decode."""
+PLAIN_BITS = 16
+"""Of a weight on a card where the file isn't quantised."""
 SYSTEM_RAM = 4 * GIB
 """What a PC's own programs are taken to use, where its free RAM isn't known."""
 
@@ -70,7 +67,7 @@ class Plan:
     weight_bytes: int
     weight_bits: float
     limited_by: str
-    hypothetical: str = ""  # why this build can't do it, where the plan is for one that could
+    hypothetical: str = ""  # that the plan is for another file of this model
 
     def summary(self) -> str:
         if self.capacity is None:
@@ -82,7 +79,7 @@ class Plan:
 
     def as_json(self) -> dict[str, Any]:
         body = {
-            "model": asdict(self.shape),
+            "model": self.shape.as_json(),
             "place": {**asdict(self.place), "dtype": str(self.place.dtype).removeprefix("torch.")},
             "fits": self.capacity is not None,
             "largest_context": self.largest,
@@ -143,9 +140,7 @@ def make_plan(shape: Shape, place: Place, config: EngineConfig, *, weight_bits: 
     """`weight_bits`: of a weight on the device; None: as this build loads them."""
     core = KVShape(shape.paged, shape.kv_heads, shape.head_dim, place.dtype)
     tail = TailShape(shape.sliding_layers, shape.kv_heads, shape.head_dim, shape.window, place.dtype)
-    loaded: float = LOADED_BITS if place.device is not None else 8 * place.dtype.itemsize
-    if place.device is None and shape.four_bit and place.dtype is torch.bfloat16:
-        loaded += CODE_BITS
+    loaded = shape.held_bits("cpu" if place.device is None else "cuda", place.dtype, config.weights)
     bits = float(loaded if weight_bits is None else weight_bits)
     weights = int(shape.parameters * bits / 8)
 
@@ -176,7 +171,7 @@ def make_plan(shape: Shape, place: Place, config: EngineConfig, *, weight_bits: 
     kv = replace(core, kv=KV[found.kv] if found else named(config.kv_dtype, place.dtype))
     beyond = ""
     if bits < loaded:
-        beyond = f"{bits:g} bits a weight on the device is what a file could give; this build loads {loaded:g} bits"
+        beyond = f"{bits:g} bits a weight is what a quantised file would give; this one takes {loaded:.3g}"
     return Plan(shape, place, found, largest, refusal, fix, kv, weights, bits, limit, beyond)
 
 
@@ -233,7 +228,7 @@ def plan_for(
 
 
 def overview(names: Sequence[str] | None, ram: int | None, weight_bits: float | None) -> list[dict[str, Any]]:
-    """Every published model on each card (None: one of each preset), as it is loaded and as it could be."""
+    """Every published model on each card (None: one of each preset), as it is published and quantised."""
     rows = []
     check_bits(weight_bits)
     for name in names or list(presets()):
@@ -242,14 +237,14 @@ def overview(names: Sequence[str] | None, ram: int | None, weight_bits: float | 
         place = card_place(card, ram or preset.ram)
         config = EngineConfig(model="", **preset.settings)
         for shape in PUBLISHED.values():
-            for bits in sorted({float(LOADED_BITS), weight_bits or _bits(shape)}, reverse=True):
+            for bits in sorted({float(PLAIN_BITS), weight_bits or _bits(shape)}, reverse=True):
                 plan = make_plan(shape, place, config, weight_bits=bits)
                 rows.append(_row(card.key, plan))
     return rows
 
 
 def _bits(shape: Shape) -> float:
-    return shape.weight_bits if shape.weight_bits < LOADED_BITS else COMMON_BITS
+    return shape.weight_bits if shape.weight_bits < PLAIN_BITS else COMMON_BITS
 
 
 def _row(card: str, plan: Plan) -> dict[str, Any]:
@@ -258,7 +253,6 @@ def _row(card: str, plan: Plan) -> dict[str, Any]:
         "card": card,
         "model": plan.shape.name,
         "weight_bits": plan.weight_bits,
-        "loads": not plan.hypothetical,
         "weight_bytes": plan.weight_bytes,
         "kv_bytes_per_token": plan.kv.token_bytes,
         "kv_dtype": plan.kv.form.dtype.name,

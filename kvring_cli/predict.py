@@ -24,7 +24,7 @@ import torch
 
 from engine.config import PAGE
 from engine.errors import ConfigError
-from engine.ops.linear import GROUP
+from engine.model.packing import FOUR_BIT
 from engine.routes import Bands
 
 QUESTION = 64
@@ -64,7 +64,7 @@ class Work:
             vocab=sizes.vocab,
             dtype=name,
             form="int4" if four_bit else name,
-            weight_bytes=0.5 + 4 / GROUP if four_bit else width,
+            weight_bytes=FOUR_BIT / 8 if four_bit else width,
             head_bytes=width,
             kv_bytes=width,
             sliding_layers=sizes.sliding_layers,

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from engine.errors import ConfigError, ModelError
 from engine.model.sizes import PUBLISHED as sizes_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from engine.model.load import OpenedModel
 
 
 @dataclass(frozen=True)
@@ -29,11 +35,30 @@ class Shape:
     origin: str = "published config"
     sliding_layers: int = 0  # that that see `window` tokens only, and don't page
     window: int = 0
+    source: OpenedModel | None = field(default=None, repr=False, compare=False)  # None without a file
 
     @property
     def paged(self) -> int:
         """Layers whose keys and values are pages."""
         return self.layers - self.sliding_layers
+
+    def held_bits(self, device: str, dtype: torch.dtype, weights: str) -> float:
+        """Bits of a weight where it is computed with; `weights` as in EngineConfig, `device` its type."""
+        from engine.model.packing import held_bits, held_bytes, stays_packed
+        from engine.weights.quant import TYPES
+
+        plain = 8.0 * dtype.itemsize
+        if self.source is None:
+            kind = TYPES.get(weights.upper())
+            return held_bits(kind, device, dtype) if kind else min(plain, self.weight_bits)
+        from engine.model.load import quantised
+
+        source = quantised(self.source, weights).source
+        size = held_bytes(source, source.shapes, stays_packed(weights, device, dtype), device, dtype)
+        return 8 * size / self.parameters
+
+    def as_json(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "source"}
 
     @property
     def layer_weights(self) -> int:
@@ -80,7 +105,11 @@ def shape_of(model: str) -> Shape:
         near = difflib.get_close_matches(model.lower(), PUBLISHED, 1, 0.5)
         hint = f"did you mean {near[0]}? " if near else ""
         raise ModelError(error.message, f"{hint}{error.fix}; to plan without a file: {', '.join(PUBLISHED)}") from None
+    import torch
+
     from engine.model.load import open_model
+    from engine.ops.packed import takes_four_bit
+    from engine.weights.quant import TYPES
 
     opened = open_model(path)
     config = opened.config
@@ -100,8 +129,9 @@ def shape_of(model: str) -> Shape:
         window=config.window,
     )
     size = sum(opened.source.bytes_of(name) for name in opened.source.shapes)
-    first = opened.source.nibbles(opened.layout.layer["gate"].format(0))
-    return replace(shape, weight_bits=round(8 * size / shape.parameters, 2), four_bit=first is not None)
+    first = TYPES.get(opened.source.kind_of(opened.layout.layer["gate"].format(0)))
+    four = first is not None and takes_four_bit(first, torch.bfloat16)
+    return replace(shape, weight_bits=round(8 * size / shape.parameters, 2), four_bit=four, source=opened)
 
 
 def check_bits(bits: float | None) -> None:

@@ -122,7 +122,7 @@ def start(resolved: Resolved, verbose: bool) -> Engine:
     record.ready(engine, capacity_lines(engine))
     if engine.backend.degraded:
         console.warn(f"{engine.backend.degraded}; {engine.backend.name} serves instead")
-    for note in filter(None, (*engine.capacity.notes, engine.unpinned(), engine.chunk_note)):
+    for note in filter(None, (*engine.model.notes, *engine.capacity.notes, engine.unpinned(), engine.chunk_note)):
         console.say(f"note: {note}")
     if engine.graphs == "off":
         console.say("note: decode steps are no CUDA graphs, as asked: the same work, launched kernel by kernel")

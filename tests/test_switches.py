@@ -38,6 +38,7 @@ ANY_VALUE = {  # a value that is not the default, as the flag takes it, and what
     "dtype": ("bfloat16", "bfloat16"),
     "threads": ("3", 3),
     "cuda_graph": ("off", "off"),
+    "weights": ("Q4_0", "q4_0"),
     "prefill_chunk": ("512", 512),
 }
 

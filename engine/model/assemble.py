@@ -8,15 +8,18 @@ the model plus its largest tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from engine.errors import ModelError
 from engine.model.config import ModelConfig
+from engine.model.packing import Packing
 from engine.model.transformer import LayerWeights, Weights
-from engine.ops.linear import FourBit, pack_four_bit
+from engine.ops.linear import Matrix
+from engine.ops.packed import Mixed, Packed, pack_blocks, stack, with_four_bit
 from engine.weights.names import layer_names
 from engine.weights.source import WeightSource
 
@@ -76,9 +79,7 @@ def layer_shapes(config: ModelConfig) -> Shapes:
     return shapes
 
 
-def assemble(
-    config: ModelConfig, source: WeightSource, layout: Layout, device: torch.device, dtype: torch.dtype
-) -> Weights:
+def assemble(config: ModelConfig, source: WeightSource, layout: Layout, packing: Packing) -> Weights:
     """Check the table, then load. Raises ModelError naming the tensor and its file."""
     check_table(config, source, layout)
 
@@ -86,7 +87,7 @@ def assemble(
         """The parts, stacked by rows, in one fresh tensor."""
         shapes = [source.shapes[names[name]] for name in parts]
         rows = sum(shape[0] for shape in shapes)
-        whole = torch.empty((rows, *shapes[0][1:]), dtype=dtype, device=device)
+        whole = torch.empty((rows, *shapes[0][1:]), dtype=packing.dtype, device=packing.device)
         for piece, name in zip(whole.split([shape[0] for shape in shapes]), parts, strict=True):
             for row, block in source.blocks(names[name]):
                 piece[row : row + len(block)] = block
@@ -95,25 +96,30 @@ def assemble(
                 piece.copy_(ordered)
         return whole
 
-    def four(names: dict[str, str], *parts: str) -> FourBit | None:
-        """The parts, stacked, as 4-bit codes, if all of them are and there is a use for it."""
-        if device.type != "cpu" or dtype != torch.bfloat16:
-            return None
-        found = [(part, nibbles) for part in parts if (nibbles := source.nibbles(names[part])) is not None]
-        if len(found) < len(parts):
-            return None
-        stacked = [
-            torch.cat([layout.reorder(part, torch.from_numpy(getattr(nibbles, field))) for part, nibbles in found])
-            for field in ("codes", "scale", "centre")
-        ]
-        return pack_four_bit(*stacked)
+    def packed(names: dict[str, str], part: str) -> Packed:
+        kind = packing.kind(source, names[part])
+        raw = layout.reorder(part, source.raw(names[part]))
+        return pack_blocks(raw, kind, packing.dtype, packing.device, packing.kernels[kind.name])
+
+    def matrix(names: dict[str, str], *parts: str) -> Matrix:
+        """The parts, stacked by rows: neighbours of one form are one piece."""
+        pieces: list[Tensor | Packed] = []
+        for kind, group in groupby(parts, lambda part: packing.kind(source, names[part])):
+            same = list(group)
+            if kind is None:
+                pieces.append(load(names, *same))
+            else:
+                pieces.append(with_four_bit(stack([packed(names, part) for part in same])))
+        return pieces[0] if len(pieces) == 1 else Mixed(tuple(pieces))
 
     def norm(names: dict[str, str], part: str, present: bool = True) -> Tensor | None:
         """In the model's dtype, or in float32 where the model's norms are."""
         if not present:
             return None
         whole = torch.cat([block for _, block in source.blocks(names[part])])
-        return (whole.float() + layout.norm_offset).to(device, torch.float32 if config.sandwich else dtype)
+        return (whole.float() + layout.norm_offset).to(
+            packing.device, torch.float32 if config.sandwich else packing.dtype
+        )
 
     def maybe(present: bool, names: dict[str, str], *parts: str) -> Tensor | None:
         return load(names, *parts) if present else None
@@ -124,11 +130,11 @@ def assemble(
         layers.append(
             LayerWeights(
                 attention_norm=norm(names, "attention_norm"),
-                qkv=load(names, "q", "k", "v"),
-                o=load(names, "o"),
+                qkv=matrix(names, "q", "k", "v"),
+                o=matrix(names, "o"),
                 mlp_norm=norm(names, "mlp_norm"),
-                gate_up=load(names, "gate", "up"),
-                down=load(names, "down"),
+                gate_up=matrix(names, "gate", "up"),
+                down=matrix(names, "down"),
                 qkv_bias=maybe(config.attention_bias, names, "q_bias", "k_bias", "v_bias"),
                 o_bias=maybe(config.output_bias, names, "o_bias"),
                 q_norm=norm(names, "q_norm", config.qk_norm),
@@ -137,19 +143,23 @@ def assemble(
                 mlp_out_norm=norm(names, "mlp_out_norm", config.sandwich),
                 gate_up_bias=maybe(config.mlp_bias, names, "gate_bias", "up_bias"),
                 down_bias=maybe(config.mlp_bias, names, "down_bias"),
-                qkv_four=four(names, "q", "k", "v"),
-                o_four=four(names, "o"),
-                gate_up_four=four(names, "gate", "up"),
-                down_four=four(names, "down"),
             )
         )
-    embed = load(layout.top, "embed")
+    embed = matrix(layout.top, "embed")
     head = embed
     if not config.tied or layout.top["head"] in source.shapes:
-        head = load(layout.top, "head")
-        if config.tied and torch.equal(head, embed):  # a file may hold the embedding twice, and transformers unties
+        head = matrix(layout.top, "head")
+        if config.tied and _equal(head, embed):  # a file may hold the embedding twice, and transformers unties
             head = embed  # those whose copies differ
+    if isinstance(embed, Packed) and head is not embed:
+        embed = replace(embed, four=None)  # no product reads it
     return Weights(embed=embed, layers=tuple(layers), norm=norm(layout.top, "norm"), head=head)
+
+
+def _equal(one: Tensor | Packed, other: Tensor | Packed) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    return one.kind is other.kind and all(map(torch.equal, one.tensors, other.tensors))
 
 
 def check_table(config: ModelConfig, source: WeightSource, layout: Layout) -> None:

@@ -8,19 +8,24 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.errors import ModelError
+from engine.errors import ConfigError, ModelError
 from engine.model.assemble import Layout, assemble
 from engine.model.config import ModelConfig
 from engine.model.gguf_config import from_gguf
 from engine.model.hf_config import from_hf
+from engine.model.packing import Packing, explain, stays_packed
 from engine.model.random import PREFIX, random_model, random_path
 from engine.model.transformer import Transformer
+from engine.ops.packed_kernels import kernels_for
 from engine.text.chat import ChatTemplate
 from engine.text.gguf_text import text_of_gguf
 from engine.text.hf_text import read_json, text_of_folder
 from engine.text.tokenizer import Tokenizer
 from engine.weights import names
 from engine.weights.gguf import MAGIC, GGUFFile
+from engine.weights.names import MATRICES, layer_names
+from engine.weights.quant import TYPES, QuantType
+from engine.weights.quantise import QuantisedSource
 from engine.weights.safetensors import SafetensorsFolder
 from engine.weights.source import WeightSource, digest_of
 
@@ -36,6 +41,7 @@ class LoadedModel:
     digest: str
     name: str
     path: Path
+    notes: tuple[str, ...] = ()  # what of the weights costs more than their file, or computes slower than it could
 
 
 @dataclass(frozen=True)
@@ -48,33 +54,67 @@ class OpenedModel:
     tokenizer: Tokenizer
     chat: ChatTemplate | None
     container: str  # safetensors | gguf
+    quantised_to: str = ""  # while it is loaded
 
     def digest(self) -> str:
         """Identifies weights and config; see `digest_of`."""
-        return digest_of(self.source.files, repr(self.config).encode())
+        return digest_of(self.source.files, f"{self.config!r}{self.quantised_to}".encode())
 
 
-def load_model(path: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> LoadedModel:
-    """Raises ModelError, naming the file or tensor, for anything missing, damaged or not supported."""
+def load_model(
+    path: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, weights: str = "auto"
+) -> LoadedModel:
+    """`weights`: as `EngineConfig.weights`.
+
+    Raises ModelError, naming the file or tensor, for anything missing, damaged or not supported; ConfigError for a
+    quantisation that can't be done.
+    """
+    device = torch.device(device)
     if str(path).startswith(PREFIX):
-        return _random(str(path), torch.device(device), dtype)
+        return _random(str(path), device, dtype, TYPES.get(weights.upper()))
     path = Path(path)
-    opened = open_model(path)
-    weights = assemble(opened.config, opened.source, opened.layout, torch.device(device), dtype)
+    opened = quantised(open_model(path), weights)
+    source = opened.source
+    packed = stays_packed(weights, device.type, dtype)
+    kernels, troubles = kernels_for(device, dtype, map(source.kind_of, source.shapes) if packed else ())
+    packing = Packing(device, dtype, kernels)
+    grown = explain(source, source.shapes, packing)
     return LoadedModel(
-        transformer=Transformer(opened.config, weights),
+        transformer=Transformer(opened.config, assemble(opened.config, source, opened.layout, packing)),
         tokenizer=opened.tokenizer,
         chat=opened.chat,
         config=opened.config,
         digest=opened.digest(),
+        notes=(*troubles, *([grown] if grown else [])),
         name=path.resolve().stem if path.is_file() else path.resolve().name,
         path=path,
     )
 
 
-def _random(name: str, device: torch.device, dtype: torch.dtype) -> LoadedModel:
-    transformer, tokenizer, config = random_model(name, device, dtype)
-    return LoadedModel(transformer, tokenizer, None, config, "random", name, random_path(name))
+def _random(name: str, device: torch.device, dtype: torch.dtype, kind: QuantType | None) -> LoadedModel:
+    kernels, troubles = kernels_for(device, dtype, [kind.name] if kind else [])
+    packing = Packing(device, dtype, kernels)
+    transformer, tokenizer, config = random_model(name, packing, kind)
+    return LoadedModel(transformer, tokenizer, None, config, "random", name, random_path(name), tuple(troubles))
+
+
+def quantised(opened: OpenedModel, weights: str) -> OpenedModel:
+    """The same model with its matrices in the type that `weights` names, if it names one."""
+    kind = TYPES.get(weights.upper())
+    if kind is None:
+        return opened
+    if opened.container == "gguf":
+        raise ConfigError(
+            f"--weights {weights} quantises a folder of safetensors, and a GGUF file is what it is already",
+            "leave --weights out, or give the folder",
+        )
+    layers = (layer_names(opened.layout.layer, index) for index in range(opened.config.layers))
+    matrices = {name for names in layers for part, name in names.items() if part in MATRICES}
+    top = {opened.layout.top[part] for part in ("embed", "head")}
+    tops, rest = TYPES["Q8_0"] if kind.ternary else kind, opened.source
+    present = set(rest.shapes)
+    source = QuantisedSource(QuantisedSource(rest, tops, top & present), kind, matrices & present)
+    return replace(opened, source=source, quantised_to=kind.name)
 
 
 def open_model(path: str | Path) -> OpenedModel:

@@ -12,17 +12,24 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor
 
-from engine.errors import ModelError
+from engine.errors import ConfigError, ModelError
 from engine.model.config import ModelConfig
 from engine.model.gemma import LOCAL_THETA, every_but_sixth, gemma_fields
+from engine.model.packing import Packing
 from engine.model.sizes import PUBLISHED, Sizes
 from engine.model.transformer import LayerWeights, Transformer, Weights
+from engine.ops.linear import Matrix
+from engine.ops.packed import pack, stack, with_four_bit
 from engine.ops.rope import RopeConfig
 from engine.text.tokenizer import Tokenizer
+from engine.weights.quant import QuantType
+from engine.weights.random_parts import random_parts
 
 PREFIX = "random:"
 _SPREAD = 0.02
 """Standard deviation of a weight, as models are initialised."""
+_PIECE = 1 << 25
+"""Packed weights that are drawn at once."""
 
 
 SHAPES = {**PUBLISHED, "tiny": Sizes("qwen3", 2, 64, 128, 4, 2, 64, 320, 1e4, 1 << 20, tied=True)}
@@ -38,8 +45,10 @@ def shape_of(name: str) -> Sizes:
     return shape
 
 
-def random_model(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Transformer, Tokenizer, ModelConfig]:
-    """The same weights for the same name, device and dtype."""
+def random_model(
+    name: str, packing: Packing, kind: QuantType | None = None
+) -> tuple[Transformer, Tokenizer, ModelConfig]:
+    """The same weights for the same name, device, dtype and type. `kind`: of all matrices; None for plain ones."""
     shape = shape_of(name)
     gemma = {}
     if shape.family == "gemma3":
@@ -61,10 +70,24 @@ def random_model(name: str, device: torch.device, dtype: torch.dtype) -> tuple[T
         attention_bias=shape.bias,
         **(gemma or {"qk_norm": shape.family == "qwen3"}),
     )
+    device, dtype = packing.device, packing.dtype
     random = torch.Generator(device).manual_seed(0)
 
-    def matrix(*size: int) -> Tensor:
+    def plain(*size: int) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device).normal_(0, _SPREAD, generator=random)
+
+    def matrix(rows: int, columns: int) -> Matrix:
+        if kind is None:
+            return plain(rows, columns)
+        if columns % kind.block:
+            raise ConfigError(
+                f"rows of {columns} are no whole blocks of {kind.block}, which {kind.name} needs", "--weights q8_0"
+            )
+        pieces = []
+        for row in range(0, rows, step := max(1, _PIECE // columns)):
+            parts = random_parts(kind, min(step, rows - row), columns, _SPREAD, random)
+            pieces.append(pack(parts, kind, dtype, packing.kernels[kind.name]))
+        return with_four_bit(stack(pieces))
 
     def ones(size: int) -> Tensor:
         return torch.ones(size, dtype=torch.float32 if gemma else dtype, device=device)
@@ -78,7 +101,7 @@ def random_model(name: str, device: torch.device, dtype: torch.dtype) -> tuple[T
             mlp_norm=ones(shape.hidden),
             gate_up=matrix(2 * shape.ffn, shape.hidden),
             down=matrix(shape.hidden, shape.ffn),
-            qkv_bias=matrix(q + 2 * kv) if shape.bias else None,
+            qkv_bias=plain(q + 2 * kv) if shape.bias else None,
             q_norm=ones(shape.head_dim) if config.qk_norm else None,
             k_norm=ones(shape.head_dim) if config.qk_norm else None,
             attention_out_norm=ones(shape.hidden) if config.sandwich else None,

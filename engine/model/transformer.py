@@ -1,8 +1,8 @@
 """One decoder for every family: embedding, layers, final norm, head. Attention is the caller's.
 
 `forward` hands each layer's q, k and v, un-rotated, to `attend`, because where a key stands is the ring's business, not
-the model's. Weights are plain tensors with q, k, v and gate, up fused: one token on a CPU costs what its matrix calls
-cost, so there are four a layer.
+the model's. Matrices are plain or packed, with q, k, v and gate, up fused: one token on a CPU costs what its matrix
+calls cost, so there are four a layer.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.model.config import ModelConfig
-from engine.ops.linear import FourBit, linear
+from engine.ops.linear import Matrix, embedding, linear
 from engine.ops.norm import TORCH, Passes, geglu, rms_norm
+from engine.ops.packed import Packed
 from engine.ops.rope import Rotary
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -32,11 +32,11 @@ class LayerWeights:
     """One layer. Q = heads * head_dim, K = kv_heads * head_dim; all of the model's dtype, a Gemma's norms float32."""
 
     attention_norm: Tensor  # [hidden]
-    qkv: Tensor  # [Q + 2K, hidden]
-    o: Tensor  # [hidden, Q]
+    qkv: Matrix  # [Q + 2K, hidden]
+    o: Matrix  # [hidden, Q]
     mlp_norm: Tensor  # [hidden]
-    gate_up: Tensor  # [2 * ffn, hidden]
-    down: Tensor  # [hidden, ffn]
+    gate_up: Matrix  # [2 * ffn, hidden]
+    down: Matrix  # [hidden, ffn]
     qkv_bias: Tensor | None = None  # [Q + 2K]
     o_bias: Tensor | None = None  # [hidden]
     q_norm: Tensor | None = None  # [head_dim]
@@ -45,21 +45,16 @@ class LayerWeights:
     down_bias: Tensor | None = None  # [hidden]
     attention_out_norm: Tensor | None = None  # [hidden]
     mlp_out_norm: Tensor | None = None  # [hidden]
-    # the same matrices as 4-bit codes, where the file holds them so and one row is computed on a CPU in bfloat16
-    qkv_four: FourBit | None = None
-    o_four: FourBit | None = None
-    gate_up_four: FourBit | None = None
-    down_four: FourBit | None = None
 
 
 @dataclass(frozen=True)
 class Weights:
     """A whole model. `head` is `embed` itself when they are tied."""
 
-    embed: Tensor  # [vocab, hidden]
+    embed: Tensor | Packed  # [vocab, hidden]
     layers: tuple[LayerWeights, ...]
     norm: Tensor  # [hidden]
-    head: Tensor  # [vocab, hidden]
+    head: Tensor | Packed  # [vocab, hidden]
 
 
 class Transformer:
@@ -87,7 +82,7 @@ class Transformer:
     def forward(self, tokens: Tensor, attend: Attend, passes: Passes = TORCH) -> Tensor:
         """tokens int64 [T] -> final-normed hidden states [T, hidden] of the model's dtype."""
         eps = self.config.norm_eps
-        hidden, delta = F.embedding(tokens, self.weights.embed), None  # [T, hidden]
+        hidden, delta = embedding(tokens, self.weights.embed), None  # [T, hidden]
         if self.config.embedding_scale != 1.0:
             hidden = hidden * self._scale
         gate = self._gate or passes.swiglu
@@ -95,12 +90,12 @@ class Transformer:
             hidden, x = passes.add_rms_norm(hidden, delta, layer.attention_norm, eps)
             q, k, v = self._project(layer, x, passes)
             attended = attend(index, q, k, v).reshape(tokens.shape[0], -1)  # [T, heads * head_dim]
-            delta = linear(attended, layer.o, layer.o_bias, layer.o_four)
+            delta = linear(attended, layer.o, layer.o_bias)
             if layer.attention_out_norm is not None:
                 delta = rms_norm(delta, layer.attention_out_norm, eps)
             hidden, x = passes.add_rms_norm(hidden, delta, layer.mlp_norm, eps)
-            gate_up = linear(x, layer.gate_up, layer.gate_up_bias, layer.gate_up_four)
-            delta = linear(gate(gate_up), layer.down, layer.down_bias, layer.down_four)
+            gate_up = linear(x, layer.gate_up, layer.gate_up_bias)
+            delta = linear(gate(gate_up), layer.down, layer.down_bias)
             if layer.mlp_out_norm is not None:
                 delta = rms_norm(delta, layer.mlp_out_norm, eps)
         return passes.add_rms_norm(hidden, delta, self.weights.norm, eps)[1]
@@ -111,19 +106,13 @@ class Transformer:
 
     def _project(self, layer: LayerWeights, x: Tensor, passes: Passes) -> list[Tensor]:
         """x [T, hidden] -> q [T, heads, head_dim], k and v [T, kv_heads, head_dim], after bias and QK norm."""
-        qkv = linear(x, layer.qkv, layer.qkv_bias, layer.qkv_four)
+        qkv = linear(x, layer.qkv, layer.qkv_bias)
         q, k, v = qkv.view(x.shape[0], -1, self.config.head_dim).split(self._parts, 1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = passes.head_norm(q, k, layer.q_norm, layer.k_norm, self.config.norm_eps)
         return [q, k, v]
 
 
-def _tensors(weights: Weights) -> list[Tensor]:
-    found = [weights.embed, weights.norm, weights.head]
-    for layer in weights.layers:
-        for value in (getattr(layer, field.name) for field in fields(layer)):
-            if isinstance(value, FourBit):
-                found += [value.packed, value.scales]
-            elif value is not None:
-                found.append(value)
-    return found
+def _tensors(weights: Weights) -> list[Matrix]:
+    layers = (getattr(layer, field.name) for layer in weights.layers for field in fields(layer))
+    return [weights.embed, weights.norm, weights.head, *(tensor for tensor in layers if tensor is not None)]

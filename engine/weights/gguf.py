@@ -24,7 +24,6 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 from torch import Tensor
 
 from engine.errors import ModelError
-from engine.weights.nibbles import KINDS, Nibbles, read_nibbles
 
 MAGIC = b"GGUF"
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -72,13 +71,11 @@ class GGUFFile:
         for row in range(0, rows, step):
             yield row, torch.from_numpy(dequantize(raw[row : row + step], place.kind))
 
-    def nibbles(self, name: str) -> Nibbles | None:
-        """A matrix of a 4-bit type as codes; None for other types."""
+    def raw(self, name: str) -> Tensor:
+        """uint8 [rows, bytes of a row], a view of the mapped file."""
         place = self._places[name]
-        if place.kind not in KINDS or len(place.shape) != 2:
-            return None
-        raw = np.frombuffer(self._map, np.uint8, place.end - place.start, place.start)
-        return read_nibbles(raw.reshape(place.shape[0], -1), place.kind)
+        count = place.end - place.start
+        return torch.frombuffer(self._map, dtype=torch.uint8, count=count, offset=place.start).view(place.shape[0], -1)
 
     def where(self, name: str) -> str:
         return self.path.name

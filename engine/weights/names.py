@@ -69,6 +69,10 @@ HF_DERIVED = ("rotary_emb.inv_freq",)  # ends of names that old checkpoints carr
 GGUF_DERIVED = ("rope_freqs.weight",)  # read with the config
 
 
+MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
+"""A layer's parts that are multiplied with."""
+
+
 def gemma_tables(stored: Iterable[str]) -> tuple[dict[str, str], dict[str, str]]:
     """Top and layer names of a Gemma, whose language model may lie inside a model that sees pictures."""
     stored = list(stored)

@@ -10,7 +10,6 @@ from typing import Protocol
 from torch import Tensor
 
 from engine.units import MIB
-from engine.weights.nibbles import Nibbles
 
 _WHOLE, _SAMPLES, _SAMPLE = 64 * MIB, 128, 64 << 10
 
@@ -25,8 +24,8 @@ class WeightSource(Protocol):
         """(first row, rows) in order, on the CPU, floating. They may view the mapped file: copy, don't keep."""
         ...
 
-    def nibbles(self, name: str) -> Nibbles | None:
-        """The tensor as 4-bit codes, where the file holds it so."""
+    def raw(self, name: str) -> Tensor:
+        """uint8 [rows, bytes of a row]: the blocks of a matrix whose type is one of `quant.TYPES`."""
         ...
 
     def where(self, name: str) -> str:

@@ -9,7 +9,10 @@ from torch import Tensor
 
 from engine.model.load import LoadedModel, open_model
 from engine.model.transformer import LayerWeights, Transformer, Weights
-from engine.ops.linear import GROUP, FourBit, pack_four_bit
+from engine.ops.linear import Matrix
+from engine.ops.packed import TORCH, pack, with_four_bit
+from engine.weights.quant import TYPES
+from engine.weights.random_parts import random_parts
 from kvring_cli.models import resolve
 from kvring_cli.predict import Work
 
@@ -31,7 +34,7 @@ CUDA_SIZES = (Size(1024, 3072, 8, 4, 128, 8), Size(2048, 6144, 16, 8, 128, 6), S
 
 
 def stand_in(size: Size, device: torch.device, dtype: torch.dtype, *, four_bit: bool = False) -> LoadedModel:
-    """`four_bit`: its matrices as 4-bit codes too, as those of a GGUF file on a CPU in bfloat16."""
+    """`four_bit`: its layers' matrices packed, as those of a GGUF file on a CPU in bfloat16."""
     opened = open_model(resolve("phantom"))  # for its tokenizer
     config = replace(opened.config, **vars(size))
     generator = torch.Generator().manual_seed(0)
@@ -39,12 +42,9 @@ def stand_in(size: Size, device: torch.device, dtype: torch.dtype, *, four_bit: 
     def matrix(rows: int, columns: int) -> Tensor:
         return (torch.randn(rows, columns, generator=generator) / columns**0.5).to(device, dtype)
 
-    def codes(rows: int, columns: int) -> FourBit | None:
-        if not four_bit:
-            return None
-        drawn = torch.randint(0, 16, (rows, columns), generator=generator, dtype=torch.uint8)
-        scale = torch.full((rows, columns // GROUP), 0.01)
-        return pack_four_bit(drawn, scale, torch.zeros_like(scale))
+    def packed(rows: int, columns: int) -> Matrix:
+        parts = random_parts(TYPES["Q4_0"], rows, columns, columns**-0.5, generator)
+        return with_four_bit(pack(parts, TYPES["Q4_0"], dtype, TORCH))
 
     q, kv = size.heads * size.head_dim, size.kv_heads * size.head_dim
     shapes = {
@@ -58,8 +58,7 @@ def stand_in(size: Size, device: torch.device, dtype: torch.dtype, *, four_bit: 
         LayerWeights(
             attention_norm=ones,
             mlp_norm=ones,
-            **{name: matrix(*shape) for name, shape in shapes.items()},
-            **{f"{name}_four": codes(*shape) for name, shape in shapes.items()},
+            **{name: (packed if four_bit else matrix)(*shape) for name, shape in shapes.items()},
         )
         for _ in range(size.layers)
     )

@@ -187,8 +187,8 @@ def _overview(rows: list[dict[str, Any]], as_json: bool) -> None:
         pool = f"{row['pool_tokens']:,} tokens, {format_bytes(row['pool_bytes'])}" if row["fits"] else "-"
         context = f"{row['largest_context']:,}" if row["fits"] else "does not fit"
         console.write(
-            f"| {row['card']} | {row['model']} | {row['weight_bits']:g}{'' if row['loads'] else ' *'} | "
+            f"| {row['card']} | {row['model']} | {row['weight_bits']:g} | "
             f"{format_bytes(row['weight_bytes'])} | {format_bytes(row['kv_bytes_per_token'])} {row['kv_dtype']} | "
             f"{pool} | {context} | {row['limited_by']} |\n"
         )
-    console.write("\n* needs weights that stay quantised on the card; this build loads every weight in 16 bits.\n")
+    console.write("\nA quantised GGUF file stays so on the card; 16 bits is what a plain folder takes.\n")

@@ -1,0 +1,217 @@
+"""Matrices that stay quantised: the planes of their codes and their scales, and products by dequantising in slices.
+
+A unit is 32 columns: four lanes of eight fields. Field i of lane j is column 4 i + j, so a plane of b bits is an
+integer of 8 b bits a lane, a kernel's thread reads a unit in one load, and eight shifts take it apart.
+Nothing of the file is lost by this and no value is rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.ops.four_bit import FEW, GROUP, FourBit, pack_four_bit
+from engine.weights.quant import BYTES, NIBBLES, NONE, SIGNED, Parts, QuantType
+
+UNIT, LANES, FIELDS = 32, 4, 8
+PLANE_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+SLICE = {"cpu": 1 << 18, "cuda": 1 << 25}
+"""Weights that are dequantised at once: what stays in a CPU's second-level cache; 64 MiB of a card, in bfloat16."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """One way to compute with packed matrices; results agree to rounding."""
+
+    multiply: Callable[[Tensor, Packed, Tensor], None]  # x [N, columns], matrix, out [N, rows], of one dtype
+    rows_of: Callable[[Packed, Tensor], Tensor]  # matrix, index int64 [n] -> [n, columns]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A matrix [rows, columns] of one type, that computes in `dtype`."""
+
+    kind: QuantType
+    columns: int
+    dtype: torch.dtype
+    planes: tuple[Tensor, ...]  # [rows, columns / 32, 4] of PLANE_TYPES
+    d: Tensor  # float16 [rows, columns / block]
+    m: Tensor | None  # as d
+    sub: Tensor | None  # [rows, columns / group]
+    table: Tensor | None  # float32 [16]
+    kernels: Kernels
+    four: FourBit | None = None  # the same a second time, for a few rows on a CPU
+
+    @property
+    def rows(self) -> int:
+        return self.d.shape[0]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows, self.columns
+
+    @property
+    def device(self) -> torch.device:
+        return self.d.device
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [tensor for tensor in (*self.planes, self.d, self.m, self.sub, self.table) if tensor is not None]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors) + (self.four.nbytes if self.four else 0)
+
+    def part(self, rows: slice | Tensor) -> Packed:
+        """Some of its rows: a view for a slice, a copy for an index."""
+        m, sub = (None if tensor is None else tensor[rows] for tensor in (self.m, self.sub))
+        planes = tuple(plane[rows] for plane in self.planes)
+        return replace(self, planes=planes, d=self.d[rows], m=m, sub=sub, four=None)
+
+    def dequantise(self, dtype: torch.dtype | None = None) -> Tensor:
+        """[rows, columns]: the values that `gguf.dequantize` gives, rounded once to `dtype` (left out: its own)."""
+        kind, rows = self.kind, self.rows
+        scale, low = self.scales()
+        values = self._values().view(rows, -1, kind.group if kind.sub != NONE else kind.block)
+        values.mul_(scale[..., None])
+        if low is not None:
+            values.add_(low[..., None])
+        return values.view(rows, self.columns).to(dtype or self.dtype)
+
+    def slices(self) -> list[Packed]:
+        """The matrix in slices of rows that are small enough to be dequantised one after the other."""
+        step = max(1, SLICE[self.device.type] // self.columns)
+        return [self.part(slice(row, row + step)) for row in range(0, self.rows, step)]
+
+    def codes(self) -> Tensor:
+        """uint8 [rows, columns]"""
+        codes = torch.zeros(self.rows, self.columns // UNIT, FIELDS, LANES, dtype=torch.uint8, device=self.device)
+        at = 0
+        for plane, bits in zip(self.planes, self.kind.planes, strict=True):
+            shifts = torch.arange(0, FIELDS * bits, bits, dtype=plane.dtype, device=plane.device)[:, None]
+            codes |= ((plane[:, :, None, :] >> shifts) & ((1 << bits) - 1)).to(torch.uint8) << at
+            at += bits
+        return codes.view(self.rows, self.columns)
+
+    def _values(self) -> Tensor:
+        codes = self.codes()
+        if self.table is not None:
+            return self.table[codes.int()]
+        values = codes.float()
+        if self.kind.step != 1:
+            values.mul_(self.kind.step)
+        return values.sub_(self.kind.offset) if self.kind.offset else values
+
+    def scales(self) -> tuple[Tensor, Tensor | None]:
+        """float32 [rows, groups]: what a value is multiplied by, and what is added; a group is a block without s."""
+        kind, rows = self.kind, self.rows
+        scale = self.d.float()
+        low = None if self.m is None else kind.low * self.m.float()
+        if self.sub is None:
+            return scale, low
+        sub = self.sub.view(rows, scale.shape[1], -1)
+        if kind.sub == SIGNED:
+            return (scale[..., None] * sub).flatten(1), None
+        bits = {NIBBLES: 4, BYTES: 8}[kind.sub]
+        scale = scale[..., None] * (sub & ((1 << bits) - 1))
+        return scale.flatten(1), (low[..., None] * (sub >> bits)).flatten(1)
+
+
+def pack(parts: Parts, kind: QuantType, dtype: torch.dtype, kernels: Kernels) -> Packed:
+    """The held form of a matrix, on the device of its parts."""
+    rows, columns = parts.codes.shape
+    units = parts.codes.view(rows, columns // UNIT, FIELDS, LANES)
+    planes, at = [], 0
+    for bits in kind.planes:
+        plane = torch.zeros(rows, columns // UNIT, LANES, dtype=PLANE_TYPES[bits], device=units.device)
+        for field in range(FIELDS):
+            codes = (units[:, :, field] >> at) & ((1 << bits) - 1)
+            plane |= codes.to(plane.dtype) << (bits * field)
+        planes.append(plane)
+        at += bits
+    sub = None if parts.sub is None else parts.sub.contiguous()
+    m = None if parts.m is None else parts.m.contiguous()
+    table = torch.tensor(kind.table, dtype=torch.float32, device=units.device) if kind.table else None
+    return Packed(kind, columns, dtype, tuple(planes), parts.d.contiguous(), m, sub, table, kernels)
+
+
+def pack_blocks(
+    raw: Tensor, kind: QuantType, dtype: torch.dtype, device: torch.device, kernels: Kernels | None = None
+) -> Packed:
+    """raw: uint8 [rows, bytes of a row] as a GGUF file holds them. Taken apart in slices, to need little beside it.
+
+    kernels: left out, the reference's.
+    """
+    columns = raw.shape[1] // kind.block_bytes * kind.block
+    step = max(1, SLICE["cuda" if device.type == "cuda" else "cpu"] * 4 // columns)
+    pieces = []
+    for row in range(0, len(raw), step):
+        blocks = raw[row : row + step].to(device).view(-1, columns // kind.block, kind.block_bytes)
+        pieces.append(pack(kind.read(blocks), kind, dtype, kernels or TORCH))
+    return stack(pieces)
+
+
+def stack(pieces: Sequence[Packed]) -> Packed:
+    """Matrices of one type and width, one below the other."""
+    if len(pieces) == 1:
+        return pieces[0]
+    first = pieces[0]
+
+    def joined(tensors: list[Tensor | None]) -> Tensor | None:
+        return None if tensors[0] is None else torch.cat(tensors)
+
+    planes = tuple(torch.cat(planes) for planes in zip(*(piece.planes for piece in pieces), strict=True))
+    d, m, sub = (joined([getattr(piece, name) for piece in pieces]) for name in ("d", "m", "sub"))
+    return replace(first, planes=planes, d=d, m=m, sub=sub)
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """Matrices of one width and several types, one below the other."""
+
+    parts: tuple[Tensor | Packed, ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+
+def takes_four_bit(kind: QuantType, dtype: torch.dtype) -> bool:
+    """Whether torch's 4-bit product for CPUs computes with such a matrix, and fast: not in other dtypes."""
+    return kind.planes == (4,) and kind.group == GROUP and not kind.table and kind.step == 1 and dtype == torch.bfloat16
+
+
+def with_four_bit(matrix: Packed) -> Packed:
+    """The matrix with its codes in torch's 4-bit form too, where it has one and computes in bfloat16 on a CPU."""
+    if matrix.device.type != "cpu" or not takes_four_bit(matrix.kind, matrix.dtype):
+        return matrix
+    scale, low = matrix.scales()
+    centre = (8 - matrix.kind.offset) * scale + (0 if low is None else low)
+    return replace(matrix, four=pack_four_bit(matrix.codes(), scale, centre))
+
+
+def multiply_by_slices(x: Tensor, matrix: Packed, out: Tensor) -> None:
+    """The reference, and what serves where there is no kernel: no more than a slice is ever dequantised."""
+    if matrix.four is not None and len(x) <= FEW:
+        out.copy_(matrix.four.multiply(x))
+        return
+    row = 0
+    for part in matrix.slices():
+        out[:, row : row + part.rows] = F.linear(x, part.dequantise())
+        row += part.rows
+
+
+def rows_by_index(matrix: Packed, index: Tensor) -> Tensor:
+    """The reference of `Kernels.rows_of`."""
+    return matrix.part(index).dequantise()
+
+
+TORCH = Kernels(multiply_by_slices, rows_by_index)

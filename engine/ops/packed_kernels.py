@@ -1,0 +1,56 @@
+"""Which kernels compute with packed matrices on a device: Triton's where they run and agree, else the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from engine.ops.packed import TORCH, Kernels, pack
+from engine.weights.quant import TYPES
+from engine.weights.random_parts import random_parts
+
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+SIZE = (40, 768)
+"""Of the matrix on which kernels are tried."""
+
+
+def kernels_for(device: torch.device, dtype: torch.dtype, kinds: Iterable[str]) -> tuple[dict[str, Kernels], list[str]]:
+    """The kernels of each type, and why not the fast ones where there could be."""
+    names = sorted(set(kinds) & set(TYPES))
+    if device.type != "cuda":
+        return dict.fromkeys(names, TORCH), []
+    try:
+        from engine.ops.triton_packed import TRITON
+    except ImportError as error:
+        trouble = f"packed weights are dequantised at every step, because Triton is not installed: {error}"
+        return dict.fromkeys(names, TORCH), [trouble]
+    chosen, troubles = {}, []
+    for name in names:
+        trouble = disagreement(name, TRITON, device, dtype)
+        chosen[name] = TORCH if trouble else TRITON
+        if trouble:
+            troubles.append(f"{name} is dequantised at every step, because its kernels {trouble}")
+    return chosen, troubles
+
+
+def disagreement(name: str, kernels: Kernels, device: torch.device, dtype: torch.dtype) -> str:
+    """How products of 1, 3 and 12 rows and a look-up differ from the reference's; empty where they agree."""
+    random = torch.Generator(device).manual_seed(0)
+    matrix = pack(random_parts(TYPES[name], *SIZE, 0.02, random), TYPES[name], dtype, TORCH)
+    index = torch.tensor([7, 0, 7, SIZE[0] - 1], device=device)
+    try:
+        pairs = [(kernels.rows_of(matrix, index), TORCH.rows_of(matrix, index))]
+        for rows in (1, 3, 12):
+            x = torch.randn(rows, SIZE[1], generator=random, device=device).to(dtype)
+            got, wanted = (torch.empty(rows, SIZE[0], dtype=dtype, device=device) for _ in range(2))
+            kernels.multiply(x, matrix, got)
+            TORCH.multiply(x, matrix, wanted)
+            pairs.append((got, wanted))
+        for got, wanted in pairs:
+            error = float((got - wanted).abs().max() / wanted.abs().max())
+            if not error <= TOLERANCE[dtype]:
+                return f"differ from the reference by {error:.2g} of the largest value"
+    except Exception as error:
+        return f"could not be built: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return ""

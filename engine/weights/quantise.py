@@ -1,0 +1,89 @@
+"""A file's matrices quantised while they are loaded, by the `gguf` package's own quantisers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, quantize
+from torch import Tensor
+
+from engine.errors import ConfigError, ModelError
+from engine.weights.quant import TYPES, QuantType
+from engine.weights.source import WeightSource
+
+_BLOCK = 1 << 22  # elements quantised at once
+_TERNARY_ERROR = 0.02
+"""Of a block's largest value: how far weights may lie from -d, 0 and d. Those trained so are there but for rounding."""
+
+
+def quantisers() -> tuple[str, ...]:
+    """Names of the types that `gguf` can quantise to, as `--weights` takes them."""
+    able = []
+    for name, kind in TYPES.items():
+        try:
+            quantize(np.zeros((1, kind.block), np.float32), GGMLQuantizationType[name])
+            able.append(name.lower())
+        except NotImplementedError:
+            continue
+    return tuple(able)
+
+
+class QuantisedSource:
+    """Another source, with the matrices of `names` as one type. Implements WeightSource.
+
+    ConfigError for a type that can't be quantised to; ModelError, when a matrix is read, if it isn't ternary and
+    should be. Matrices whose rows are no whole number of blocks stay as they are.
+    """
+
+    def __init__(self, source: WeightSource, kind: QuantType, names: set[str]) -> None:
+        if kind.name.lower() not in quantisers():
+            raise ConfigError(
+                f"the gguf package reads {kind.name} and can't quantise to it",
+                f"--weights {', '.join(quantisers())}; or quantise with llama.cpp's llama-quantize and give the .gguf",
+            )
+        self.files: list[Path] = source.files
+        self.shapes = source.shapes
+        self._source, self._kind = source, kind
+        self._names = {name for name in names if source.shapes[name][-1] % kind.block == 0}
+
+    def blocks(self, name: str) -> Iterator[tuple[int, Tensor]]:
+        return self._source.blocks(name)
+
+    def raw(self, name: str) -> Tensor:
+        if name not in self._names:
+            return self._source.raw(name)
+        pieces = []
+        for first, block in self._source.blocks(name):
+            step = max(1, _BLOCK // block.shape[1])
+            for row in range(0, len(block), step):
+                values = block[row : row + step].float().numpy()
+                if self._kind.ternary:
+                    self._insist_on_ternary(name, first + row, values)
+                pieces.append(torch.from_numpy(quantize(values, GGMLQuantizationType[self._kind.name])))
+        return torch.cat(pieces)
+
+    def where(self, name: str) -> str:
+        return self._source.where(name)
+
+    def bytes_of(self, name: str) -> int:
+        if name not in self._names:
+            return self._source.bytes_of(name)
+        rows, columns = self.shapes[name]
+        return rows * columns // self._kind.block * self._kind.block_bytes
+
+    def kind_of(self, name: str) -> str:
+        return self._kind.name if name in self._names else self._source.kind_of(name)
+
+    def _insist_on_ternary(self, name: str, row: int, values: np.ndarray) -> None:
+        blocks = np.abs(values.reshape(-1, self._kind.block))
+        size = blocks.max(1, keepdims=True)
+        off = np.minimum(blocks, size - blocks) > _TERNARY_ERROR * size
+        if off.any():
+            raise ModelError(
+                f"{off.mean():.0%} of the weights of '{name}', rows from {row}, are none of -d, 0 and d: the model was "
+                f"not trained to be ternary, and {self._kind.name} would leave nothing of it",
+                "--weights q4_0 keeps what a model learnt",
+            )
