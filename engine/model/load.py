@@ -16,6 +16,7 @@ from engine.model.hf_config import from_hf
 from engine.model.packing import Packing, explain, stays_packed
 from engine.model.random import PREFIX, random_model, random_path
 from engine.model.transformer import Transformer
+from engine.ops.packed import TORCH
 from engine.ops.packed_kernels import kernels_for
 from engine.text.chat import ChatTemplate
 from engine.text.gguf_text import text_of_gguf
@@ -93,8 +94,7 @@ def load_model(
 
 def _random(name: str, device: torch.device, dtype: torch.dtype, kind: QuantType | None) -> LoadedModel:
     kernels, troubles = kernels_for(device, dtype, [kind.name] if kind else [])
-    packing = Packing(device, dtype, kernels)
-    transformer, tokenizer, config = random_model(name, packing, kind)
+    transformer, tokenizer, config = random_model(name, device, dtype, kind, kernels[kind.name] if kind else TORCH)
     return LoadedModel(transformer, tokenizer, None, config, "random", name, random_path(name), tuple(troubles))
 
 

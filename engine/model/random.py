@@ -15,11 +15,10 @@ from torch import Tensor
 from engine.errors import ConfigError, ModelError
 from engine.model.config import ModelConfig
 from engine.model.gemma import LOCAL_THETA, every_but_sixth, gemma_fields
-from engine.model.packing import Packing
 from engine.model.sizes import PUBLISHED, Sizes
 from engine.model.transformer import LayerWeights, Transformer, Weights
 from engine.ops.linear import Matrix
-from engine.ops.packed import pack, stack, with_four_bit
+from engine.ops.packed import TORCH, Kernels, pack, stack, with_four_bit
 from engine.ops.rope import RopeConfig
 from engine.text.tokenizer import Tokenizer
 from engine.weights.quant import QuantType
@@ -46,9 +45,12 @@ def shape_of(name: str) -> Sizes:
 
 
 def random_model(
-    name: str, packing: Packing, kind: QuantType | None = None
+    name: str, device: torch.device, dtype: torch.dtype, kind: QuantType | None = None, kernels: Kernels = TORCH
 ) -> tuple[Transformer, Tokenizer, ModelConfig]:
-    """The same weights for the same name, device, dtype and type. `kind`: of all matrices; None for plain ones."""
+    """The same weights for the same name, device, dtype and type.
+
+    kind: of all matrices, computed with by `kernels`; None for plain ones.
+    """
     shape = shape_of(name)
     gemma = {}
     if shape.family == "gemma3":
@@ -70,7 +72,6 @@ def random_model(
         attention_bias=shape.bias,
         **(gemma or {"qk_norm": shape.family == "qwen3"}),
     )
-    device, dtype = packing.device, packing.dtype
     random = torch.Generator(device).manual_seed(0)
 
     def plain(*size: int) -> Tensor:
@@ -86,7 +87,7 @@ def random_model(
         pieces = []
         for row in range(0, rows, step := max(1, _PIECE // columns)):
             parts = random_parts(kind, min(step, rows - row), columns, _SPREAD, random)
-            pieces.append(pack(parts, kind, dtype, packing.kernels[kind.name]))
+            pieces.append(pack(parts, kind, dtype, kernels))
         return with_four_bit(stack(pieces))
 
     def ones(size: int) -> Tensor:
