@@ -11,6 +11,7 @@ from typing import Protocol
 from engine.config import PAGE, EngineConfig, RecallParams, SamplingParams
 from engine.engine import Engine
 from engine.result import PageView, Result
+from gates.bare import stops
 from gates.haystack import Document, Fact
 from gates.verdict import Arm, Check, Outcome
 
@@ -98,7 +99,8 @@ def run_arm(engine: Engine, exam: Exam, spec: ArmSpec, arm: Arm, answer: int = A
         said: list[tuple[Question, str]] = []
         for turn, question in enumerate(trial, 1):
             messages, params = exam.messages(question, said), spec.settings(question)
-            result = engine.complete(engine.prepare(messages, SamplingParams(max_tokens=answer), params))
+            sampling = SamplingParams(max_tokens=answer, stop=stops(engine.model))
+            result = engine.complete(engine.prepare(messages, sampling, params))
             outcome = judge(exam, question, turn, result)
             if spec.kind == "positive" and not outcome.hit:
                 outcome = _explained(engine, exam, question, messages, params, answer, outcome)
@@ -124,7 +126,8 @@ def judge(exam: Exam, question: Question, turn: int, result: Result) -> Outcome:
 def _explained(engine, exam, question, messages, params, answer, outcome: Outcome) -> Outcome:
     """Ask once more and keep where each page was: the strip of a failing trial."""
     explained = replace(params, explain=True)
-    result = engine.complete(engine.prepare(messages, SamplingParams(max_tokens=answer), explained))
+    sampling = SamplingParams(max_tokens=answer, stop=stops(engine.model))
+    result = engine.complete(engine.prepare(messages, sampling, explained))
     pages: tuple[int, ...] = ()
     if isinstance(exam, Document):
         start, end = spans(engine, exam)(question)

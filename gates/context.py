@@ -16,6 +16,7 @@ from engine.device import resolve_device, resolve_dtype, set_threads
 from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.model.load import LoadedModel, load_model
+from gates.bare import is_bare, with_template
 from gates.filler import Filler, read_filler
 from gates.haystack import TASKS, Counter, Document, build
 from gates.options import GateOptions
@@ -105,6 +106,7 @@ class Context:
             "torch": torch.__version__,
             "prefill": self.prefill,
             "seeds": list(self.options.seed_numbers),
+            **({"template": "none of the model's own: a question, and Answer:"} if is_bare(self.model) else {}),
             "haystack": "own text" if self.options.haystack else "prose",
             "kvring": _version(),
             "settings": changed,
@@ -123,6 +125,4 @@ def load_context(config: EngineConfig, options: GateOptions, say: Say) -> Contex
     device = resolve_device(config.device)
     set_threads(config.threads)
     model = load_model(config.model, device, resolve_dtype(config.dtype, device, config.model), config.weights)
-    if model.chat is None:
-        raise ConfigError(f"{model.name} has no chat template, which gates ask their questions in", "use a chat model")
-    return Context(config, model, options, say)
+    return Context(config, with_template(model), options, say)
