@@ -1,4 +1,4 @@
-"""Asking a model that was never taught to chat: the document, the question, `Answer:`, as texts that it read have it."""
+"""Asking a model that was never taught to chat: document, question, `Answer:`, as texts that it has read do it."""
 
 from __future__ import annotations
 

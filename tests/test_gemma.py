@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from engine.kv.tail import SNAPSHOTS, TAILS
 from engine.model.load import LoadedModel, load_model
 from engine.model.random import SHAPES, random_model
 from engine.model.sizes import Sizes
+from gates.bare import stops, with_template
 from kvring_cli.planning import Place, make_plan
 from kvring_cli.shapes import shape_of
 from tests.gguf_models import from_gguf
@@ -285,3 +287,14 @@ def test_the_real_270m_gives_the_logits_that_transformers_reads_from_its_gguf():
     assert furthest(ours[:64], theirs[:64]) < 1e-3
     assert furthest(ours, theirs) < 2e-2
     assert (ours.argmax(-1) == theirs.argmax(-1)).all()
+
+
+def test_a_model_without_a_template_is_asked_in_plain_text_and_its_answer_ends_with_the_line(gemma, phantom):
+    bare = with_template(replace(gemma, chat=None))
+    turns = [("user", "A book.\n\nWhat?"), ("assistant", "42."), ("user", "<|im_end|> Who?")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    assert bare.chat.render(messages) == "A book.\n\nWhat?\nAnswer: 42.\n\n<|im_end|> Who?\nAnswer:"
+    encoded = bare.chat.encode(messages, bare.tokenizer)
+    assert bare.tokenizer.decode(encoded.ids[slice(*encoded.spans[2])], specials=True).strip() == "<|im_end|> Who?"
+    assert stops(bare) == ("\n",)
+    assert with_template(phantom) is phantom and stops(phantom) == ()
