@@ -371,7 +371,7 @@ class DrivenSteps:
         self._counters_out.copy_(self._counters, non_blocking=True)
         if kind.rows == "none":
             return None
-        return self.model.logits(hidden[-1:] if kind.rows == "last" else hidden)
+        return self.model.logits(hidden[-1:] if kind.rows == "last" else hidden, TRITON)
 
     def _attend(self, kind: Kind, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         pool, turned, rope = self.pool.data[layer], self._turned[: kind.tokens], self.model.rope

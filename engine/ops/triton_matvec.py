@@ -85,8 +85,12 @@ def _gated(
 
 
 def serves(x: Tensor, weight: object) -> bool:
-    """Whether these kernels may stand in for F.linear: one row, a plain matrix whose rows lie together."""
-    return x.shape[0] == 1 and isinstance(weight, Tensor) and weight.is_contiguous() and x.is_contiguous()
+    """Whether these kernels may stand in for F.linear: one row on a card, a plain matrix whose rows lie together.
+
+    Not under the interpreter, where a program for every few rows would take minutes: their own test runs them there.
+    """
+    plain = isinstance(weight, Tensor) and weight.is_contiguous()
+    return x.is_cuda and x.shape[0] == 1 and plain and x.is_contiguous()
 
 
 def matvec(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
