@@ -1,7 +1,7 @@
 """Products with packed matrices: a few rows straight from the codes, many by dequantising slices. Triton.
 
-Reference and layout: ops/packed.py. A code of B bits is put behind the exponent of 2^B as the mantissa's first bits,
-which makes the float 2^B + code in two instructions; what was added is taken off again with the sum of x.
+Reference and layout: ops/packed.py. A code is put into the mantissa of a power of two that is large enough for its last
+bit to be 1, which makes the float 2^n + code in two instructions; what was added is taken off with a sum of x.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ FEW = 8
 """Rows of x that are computed straight from the codes."""
 _SUBS = {NONE: 0, SIGNED: 1, NIBBLES: 2, BYTES: 3}
 _WARPS = 4
+_BIAS = 127
 
 
 @triton.jit
@@ -33,20 +34,19 @@ def _put(words, FIELD: tl.constexpr, BITS: tl.constexpr, TO: tl.constexpr):
 
 
 @triton.jit
-def _value(
-    low, high, table, exponent, FIELD: tl.constexpr, BITS: tl.constexpr, MORE: tl.constexpr, TABLE: tl.constexpr
-):
-    """float32 2^(BITS + MORE) + code of one field, or what the table holds for the code.
+def _value(low, high, table, bias, FIELD: tl.constexpr, BITS: tl.constexpr, MORE: tl.constexpr, AT: tl.constexpr):
+    """float32 2^(23 - AT[FIELD]) + code of one field; what the table holds for the code where AT is None.
 
-    The exponent's bits are no constant because one instruction takes one, and the mask is it.
+    bias: 127, the exponent's, a variable because an instruction takes one constant, and the mask is it.
     """
-    if TABLE:
-        return tl.load(table + _put(low, FIELD, BITS, 0))
-    first: tl.constexpr = 23 - BITS - MORE
-    bits = _put(low, FIELD, BITS, first) | exponent
-    if MORE > 0:
-        bits |= _put(high, FIELD, MORE, first + BITS)
-    return bits.to(tl.float32, bitcast=True)
+    if AT is None:
+        value = tl.load(table + _put(low, FIELD, BITS, 0))
+    else:
+        bits = _put(low, FIELD, BITS, AT[FIELD]) | (bias + 23 - AT[FIELD] << 23)
+        if MORE > 0:
+            bits |= _put(high, FIELD, MORE, AT[FIELD] + BITS)
+        value = bits.to(tl.float32, bitcast=True)
+    return value
 
 
 @triton.jit
@@ -71,8 +71,8 @@ def _scales(d, m, sub, block, group, inside, LOW: tl.constexpr, SUB: tl.constexp
 
 @triton.jit
 def _multiply(
-    x, low_plane, high_plane, d, m, sub, table, out, count, rows, units, x_stride, out_stride, exponent,
-    BITS: tl.constexpr, MORE: tl.constexpr, TABLE: tl.constexpr, STEP: tl.constexpr, OFFSET: tl.constexpr,
+    x, low_plane, high_plane, d, m, sub, table, out, count, rows, units, x_stride, out_stride, bias,
+    BITS: tl.constexpr, MORE: tl.constexpr, AT: tl.constexpr, STEP: tl.constexpr, OFFSET: tl.constexpr,
     LOW: tl.constexpr, SUB: tl.constexpr, GROUP: tl.constexpr, PER_BLOCK: tl.constexpr,
     COUNT: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
@@ -97,18 +97,20 @@ def _multiply(
             scale, low = _scales(d, m, sub, block, unit * (32 // GROUP) + part, inside, LOW, SUB)
             products = tl.zeros([UNITS, COUNT, ROWS, 4], tl.float32)
             totals = tl.zeros([UNITS, COUNT, 1, 4], tl.float32)
+            powers = tl.zeros([UNITS, COUNT, 1, 4], tl.float32)
             for step in tl.static_range(GROUP // 4):
-                value = _value(low_words, high_words, table, exponent, part * (GROUP // 4) + step, BITS, MORE, TABLE)
+                value = _value(low_words, high_words, table, bias, part * (GROUP // 4) + step, BITS, MORE, AT)
                 chosen = tl.load(x_at + part * GROUP + 4 * step, mask=x_inside, other=0.0).to(tl.float32)
                 products += value * chosen
-                totals += chosen
+                if AT is not None:
+                    totals += chosen
+                    powers += chosen * (1 << 23 - AT[part * (GROUP // 4) + step])
             product, total = tl.sum(products, 3), tl.sum(totals, 3)
-            if TABLE:
-                acc += scale[:, None] * product
-            else:
-                acc += scale[:, None] * (product * STEP - total * ((1 << (BITS + MORE)) * STEP + OFFSET))
-                if LOW != 0:
-                    acc += low[:, None] * total
+            if AT is not None:
+                product = (product - tl.sum(powers, 3)) * STEP - total * OFFSET
+            acc += scale[:, None] * product
+            if LOW != 0:
+                acc += low[:, None] * total
     result = tl.sum(acc, 0)
     where = out + which[:, None] * out_stride + n[None, :]
     tl.store(where, result.to(out.dtype.element_ty), mask=(which < count)[:, None] & (n < rows)[None, :])
@@ -116,8 +118,8 @@ def _multiply(
 
 @triton.jit
 def _dequantise(
-    index, low_plane, high_plane, d, m, sub, table, out, rows, units, exponent,
-    BITS: tl.constexpr, MORE: tl.constexpr, TABLE: tl.constexpr, STEP: tl.constexpr, OFFSET: tl.constexpr,
+    index, low_plane, high_plane, d, m, sub, table, out, rows, units, bias,
+    BITS: tl.constexpr, MORE: tl.constexpr, AT: tl.constexpr, STEP: tl.constexpr, OFFSET: tl.constexpr,
     LOW: tl.constexpr, SUB: tl.constexpr, GROUP: tl.constexpr, PER_BLOCK: tl.constexpr,
     INDEXED: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
@@ -136,9 +138,9 @@ def _dequantise(
     for part in tl.static_range(32 // GROUP):
         scale, low = _scales(d, m, sub, block, (n * units + u) * (32 // GROUP) + part, inside, LOW, SUB)
         for step in tl.static_range(GROUP // 4):
-            value = _value(low_words, high_words, table, exponent, part * (GROUP // 4) + step, BITS, MORE, TABLE)
-            if not TABLE:
-                value = (value - (1 << (BITS + MORE))) * STEP - OFFSET
+            value = _value(low_words, high_words, table, bias, part * (GROUP // 4) + step, BITS, MORE, AT)
+            if AT is not None:
+                value = (value - (1 << 23 - AT[part * (GROUP // 4) + step])) * STEP - OFFSET
             value = value * scale[:, None]
             if LOW != 0:
                 value += low[:, None]
@@ -151,7 +153,7 @@ def _description(matrix: Packed) -> dict[str, int | bool]:
     return {
         "BITS": kind.planes[0],
         "MORE": kind.planes[1] if len(kind.planes) > 1 else 0,
-        "TABLE": bool(kind.table),
+        "AT": None if kind.table else _places(kind.planes),
         "STEP": kind.step,
         "OFFSET": kind.offset,
         "LOW": kind.low,
@@ -161,9 +163,14 @@ def _description(matrix: Packed) -> dict[str, int | bool]:
     }
 
 
-def _exponent(matrix: Packed) -> int:
-    """The bits of a float's exponent that make its mantissa's first bits a code."""
-    return 127 + sum(matrix.kind.planes) << 23
+def _places(planes: tuple[int, ...]) -> tuple[int, ...]:
+    """To which bit of a float each field is moved: 12 at least, so that what it adds to a code costs no accuracy.
+
+    Fields that lie right after the same shift share it.
+    """
+    if sum(planes) > 7:
+        return (12,) * 8
+    return {4: (12, 12, 16, 12, 16, 12, 16, 16), 2: (16, 18, 16, 18, 20, 18, 20, 18)}[planes[0]]
 
 
 def _tensors(matrix: Packed) -> tuple[Tensor, ...]:
@@ -174,12 +181,18 @@ def _tensors(matrix: Packed) -> tuple[Tensor, ...]:
 
 
 def multiply_few(x: Tensor, matrix: Packed, out: Tensor, rows: int = 8, units: int = 128, warps: int = _WARPS) -> None:
-    """As `multiply`, for 1 to FEW rows of x. rows, units: the piece of the matrix that a program takes at once."""
+    """As `multiply`, for 1 to FEW rows of x.
+
+    rows, units: the piece of the matrix that a program takes at once, for one row of x; for more it has fewer rows,
+    because each keeps sums in registers.
+    """
+    count = triton.next_power_of_2(len(x))
+    rows = min(rows, max(2, 16 // count))
     wide = triton.next_power_of_2(matrix.columns // UNIT)
     _multiply[(triton.cdiv(matrix.rows, rows),)](
         x, *_tensors(matrix), out, len(x), matrix.rows, matrix.columns // UNIT, x.stride(0), out.stride(0),
-        _exponent(matrix), **_description(matrix),
-        COUNT=triton.next_power_of_2(len(x)), ROWS=rows, UNITS=min(units, wide), num_warps=warps,
+        _BIAS, **_description(matrix),
+        COUNT=count, ROWS=rows, UNITS=min(units, wide), num_warps=warps,
     )  # fmt: skip
 
 
@@ -189,7 +202,7 @@ def dequantise(matrix: Packed, index: Tensor | None = None) -> Tensor:
     out = torch.empty(rows, matrix.columns, dtype=matrix.dtype, device=matrix.device)
     wide = min(128, triton.next_power_of_2(units))
     _dequantise[(rows, triton.cdiv(units, wide))](
-        matrix.planes[0] if index is None else index, *_tensors(matrix), out, rows, units, _exponent(matrix),
+        matrix.planes[0] if index is None else index, *_tensors(matrix), out, rows, units, _BIAS,
         **_description(matrix), INDEXED=index is not None, UNITS=wide, num_warps=_WARPS,
     )  # fmt: skip
     return out
