@@ -376,7 +376,8 @@ class DrivenSteps:
     def _attend(self, kind: Kind, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         pool, turned, rope = self.pool.data[layer], self._turned[: kind.tokens], self.model.rope
         tables, host = self._tables.layer(layer), self.host.data[:, layer]
-        triton_pages.append(q, k, v, turned, pool, tables.slot_of, self._ids, self._geometry, self._offsets)
+        page = self.pool.shape.form.layout
+        triton_pages.append(q, k, v, turned, pool, tables.slot_of, self._ids, self._geometry, self._offsets, page)
         window = None if kind.everything else self._windows[layer]
         if not kind.everything:
             why = self._why[layer]
@@ -406,6 +407,7 @@ class DrivenSteps:
             rope.score_scale,
             self.compact,
             q.dtype,
+            page,
         )
 
     def _by_host(self, layer: int) -> None:

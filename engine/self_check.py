@@ -27,7 +27,12 @@ def self_check(model: Transformer, shape: KVShape) -> str:
     """How attention and scores differ from their references; empty where they agree. RuntimeError if they don't run."""
     device, heads, dtype = model.device, model.config.heads, shape.dtype
     random = torch.Generator().manual_seed(0)
-    kv = torch.randn(PAGES, *shape.layer_page, generator=random).to(device, dtype)
+    form = shape.form
+    pool = torch.zeros(PAGES, *form.shape, dtype=shape.element, device=device)
+    token = torch.arange(PAGES * PAGE, device=device)
+    numbers = torch.randn(2, PAGES * PAGE, shape.kv_heads, shape.head_dim, generator=random).to(device, dtype)
+    form.write(pool, token // PAGE, token % PAGE, *numbers)
+    kv = shape.decode(pool)
     q = torch.randn(1, heads, shape.head_dim, generator=random).to(device)
     ids = torch.arange(PAGES, dtype=torch.int32, device=device)
     past, first = PAGES - 1, 10
@@ -38,15 +43,15 @@ def self_check(model: Transformer, shape: KVShape) -> str:
     scale = model.rope.score_scale
 
     attention = PagedAttention(heads, shape.kv_heads, shape.head_dim, 1, device, 4 * shape.kv_heads)
-    got = attention(q, kv, None, ids, ids, None, geometry, turns, counters, scale, False, torch.float32)
+    got = attention(q, pool, None, ids, ids, None, geometry, turns, counters, scale, False, dtype, form.layout)
     partial = PartialAttention(model.rope, q, shape.kv_heads)
     distance = np.arange(past, -1, -1)
     partial.add(kv, distance, past * PAGE + first)
-    failure = _differ("attention", got, partial.result(), TOLERANCE[dtype])
+    failure = _differ("attention", got.float(), partial.result(), TOLERANCE[dtype])
 
     codes = torch.zeros(1, PAGES, shape.kv_heads, PAGE, shape.head_dim // 2, dtype=torch.uint8, device=device)
     scales = torch.zeros(1, PAGES, shape.kv_heads, PAGE, device=device)
-    triton_pages.close_pages(kv[None], ids.long()[None], ids.long(), codes, scales)
+    triton_pages.close_pages(pool[None], ids.long()[None], ids.long(), codes, scales, form.layout)
     scores = PageScores(1, heads, shape.kv_heads, PAGES, device, 2 * shape.kv_heads)
     scores(q, codes[0], scales[0], ids, geometry, turns, scale)
     exact, sizes = encode_keys(kv[:past, 0])

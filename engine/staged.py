@@ -105,7 +105,16 @@ class StagedChunk:
             self._turned = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         pool = stager.pool.data[layer]
         triton_pages.append(
-            q, k, v, self._turned, pool, self._own_slots[layer], self._own_ids, self._geometry, self._offsets
+            q,
+            k,
+            v,
+            self._turned,
+            pool,
+            self._own_slots[layer],
+            self._own_ids,
+            self._geometry,
+            self._offsets,
+            stager.pool.shape.form.layout,
         )
         out, lse = None, None
         for part in self._parts:
@@ -181,4 +190,5 @@ class StagedChunk:
             keys,
             values,
             COLD_UNITS if cold.any() else UNITS,
+            stager.pool.shape.form.layout,
         )

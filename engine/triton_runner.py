@@ -129,7 +129,8 @@ class TritonRunner(Runner):
         slots = self.driven.slots_of(closed)
         if self.digest_kind == "token" and self.digests.packed:
             codes, scales = self.digests.store("token")
-            triton_pages.close_pages(self.pool.data, slots, self.stager.upload(closed), codes, scales)
+            layout = self.pool.shape.form.layout
+            triton_pages.close_pages(self.pool.data, slots, self.stager.upload(closed), codes, scales, layout)
             self.digests.made("token", closed)
         elif self.digest_kind is not None:
             self.digests.ensure(self.digest_kind, closed, self.pool.read)
@@ -153,9 +154,6 @@ class TritonCandidate:
     def build(self) -> TritonRunner:
         if self.base.tails is not None:
             raise EngineError("there are no kernels yet for layers that slide")
-        kv = self.base.pool.shape.form.dtype
-        if not kv.plain:
-            raise EngineError(f"pages of {kv.name} have no kernels yet: this kv dtype runs on torch")
         return TritonRunner(self.base)
 
     def disagreement(self, built: TritonRunner) -> str:

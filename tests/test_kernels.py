@@ -13,6 +13,7 @@ CUDA = torch.cuda.is_available()
 pytest.importorskip("triton", reason="triton has no wheel here")
 
 from engine.config import PAGE  # noqa: E402
+from engine.kv.dtype import KV, Form  # noqa: E402
 from engine.ops import geometry as g  # noqa: E402
 from engine.ops import triton_layers, triton_matvec, triton_pages, triton_score, triton_select  # noqa: E402
 from engine.ops.attention import PartialAttention  # noqa: E402
@@ -345,3 +346,126 @@ def test_the_passes_between_the_products():
     triton_layers.merge_into(out, lse, more, other)
     torch.testing.assert_close(out, wanted)
     torch.testing.assert_close(lse, both)
+
+
+# --- pages that hold codes ------------------------------------------------------------------------------------------
+
+CODED = [name for name in KV if not KV[name].plain]
+CASES = [("int8", 64), ("k8v4", 64), ("k8v4", 80), ("int4", 96), ("fp8", 64), ("fp8", 16)]
+
+
+class CodedScene(Scene):
+    """The same scene, its pages written by the torch form; `kv` is what they hold."""
+
+    def __init__(self, name: str, dim: int, *more, cold=()) -> None:
+        super().__init__(dim, *more, torch.float32, cold)
+        self.form = Form(KV[name], self.kv_heads, dim)
+        token = torch.arange(len(self.kv) * PAGE, device=DEVICE)
+        stored = torch.zeros(len(self.kv), *self.form.shape, dtype=torch.uint8, device=DEVICE)
+        numbers = self.kv.permute(1, 0, 3, 2, 4).reshape(2, len(token), self.kv_heads, dim)
+        self.form.write(stored, token // PAGE, token % PAGE, *(numbers * torch.linspace(0.1, 9, dim, device=DEVICE)))
+        self.kv, self.stored = self.form.decode(stored, torch.float32), stored
+        self.pool = torch.full((len(self.pool), *self.form.shape), 255, dtype=torch.uint8, device=DEVICE)
+        self.host = torch.full((len(self.host), 1, *self.form.shape), 255, dtype=torch.uint8)
+        self.host = self.host.pin_memory() if CUDA else self.host
+        for page, identity in enumerate(self.ids):
+            self.host[identity, 0] = stored[page].cpu()
+            if self.slot_of[identity] >= 0:
+                self.pool[self.slot_of[identity]] = stored[page]
+
+
+@pytest.mark.parametrize(("name", "dim"), CASES)
+def test_attention_reads_codes_as_the_reference_decodes_them(name, dim):
+    scene = CodedScene(name, dim, 4, 2, 2, 63, 3, cold={1})
+    attention = PagedAttention(4, 2, dim, 8, DEVICE, 8)
+    counters = torch.zeros(g.COUNTERS, dtype=torch.int64, device=DEVICE)
+    for pages in (None, [0, 2]):
+        seen = [0, 1, 2] if pages is None else pages
+        state = geometry(PAST=3, FIRST=63, OWN=scene.own, WINDOW=len(seen))
+        for dtype in (torch.float32, torch.bfloat16):
+            out = attention(
+                scene.q,
+                scene.pool,
+                scene.host[:, 0] if pages is None else None,
+                ints(scene.slot_of),
+                ints(scene.ids),
+                None if pages is None else ints([*pages, 0]),
+                state,
+                scene.turns,
+                counters,
+                scene.rope.score_scale,
+                False,
+                dtype,
+                scene.form.layout,
+            )
+            wanted = scene.reference(seen, False)
+            near = {torch.float32: 2e-5, torch.bfloat16: 4e-2}[dtype] * float(wanted.abs().max())
+            torch.testing.assert_close(out.float(), wanted, atol=near, rtol=0)
+
+
+@pytest.mark.parametrize(("name", "dim"), CASES)
+def test_appended_tokens_become_the_codes_of_the_reference(name, dim):
+    scene = CodedScene(name, dim, 4, 2, 5, 62, 2)
+    q, k, v = (torch.randn(5, heads, dim, device=DEVICE) * 3 for heads in (4, 2, 2))
+    k[0, 0], v[1, 1] = 0, 0
+    k[2, 1, 3] = v[3, 0, 5] = float("nan")
+    before, turned = scene.pool.clone(), torch.empty(5, 4, dim, device=DEVICE)
+    offsets = scene.rope.cos_sin(torch.arange(2 * PAGE, device=DEVICE))
+    triton_pages.append(
+        q,
+        k,
+        v,
+        turned,
+        scene.pool,
+        ints(scene.slot_of),
+        ints(scene.ids),
+        geometry(PAST=2, FIRST=62),
+        offsets,
+        scene.form.layout,
+    )
+    rows = torch.arange(62, 67, device=DEVICE)
+    place = torch.tensor([scene.slot_of[scene.ids[2 + int(row) // PAGE]] for row in rows], device=DEVICE)
+    scene.form.write(before, place, rows % PAGE, rotate(k, *scene.rope.cos_sin(rows % PAGE)), v)
+    got, wanted = (scene.form.decode(data, torch.float32) for data in (scene.pool, before))
+    for part in (0, 1):
+        a, b = (numbers[place, part, :, rows % PAGE] for numbers in (got, wanted))
+        assert torch.equal(a.isfinite(), b.isfinite()) and b.isnan().any(-1).sum() == 1
+        # A product that was rounded otherwise may fall on the other side of a step, here and there.
+        near = (a - b).abs().nan_to_num() <= 1e-5 + 1e-4 * b.abs().nan_to_num()
+        assert near.float().mean() > 0.99
+    untouched = torch.ones(len(before), dtype=torch.bool)
+    untouched[place.cpu()] = False
+    assert torch.equal(scene.pool[untouched], before[untouched])
+    kept = [part[place[0]].view(torch.uint8)[:, :62] for part in scene.form.views(scene.pool)]
+    assert all(
+        torch.equal(a, b[place[0]].view(torch.uint8)[:, :62])
+        for a, b in zip(kept, scene.form.views(before), strict=True)
+    )
+
+
+@pytest.mark.parametrize(("name", "dim"), CASES)
+def test_key_codes_of_closed_pages_are_made_from_what_the_pages_hold(name, dim):
+    scene = CodedScene(name, dim, 2, 2, 1, 0, 2)
+    codes = torch.zeros(1, 12, 2, PAGE, dim // 2, dtype=torch.uint8, device=DEVICE)
+    scales = torch.zeros(1, 12, 2, PAGE, device=DEVICE)
+    ids = torch.tensor(scene.ids[:2], device=DEVICE)
+    slots = torch.tensor(scene.slot_of[scene.ids[:2]], device=DEVICE)[None]
+    triton_pages.close_pages(scene.pool[None], slots, ids, codes, scales, scene.form.layout)
+    expected, sizes = encode_keys(scene.kv[:2, 0].cpu())
+    assert torch.equal(codes[0, ids].cpu(), pack_codes(expected)) and torch.equal(scales[0, ids].cpu(), sizes)
+
+
+@pytest.mark.parametrize(("name", "dim"), CASES)
+def test_staged_codes_are_the_numbers_that_they_stand_for(name, dim):
+    scene = CodedScene(name, dim, 2, 2, 1, 0, 4, cold=(1, 3))
+    pages = torch.tensor(scene.ids[:4], device=DEVICE)
+    slots = torch.tensor(scene.slot_of[scene.ids[:4]], device=DEVICE)
+    distance = torch.tensor([4, 3, 2, 1], device=DEVICE)
+    keys, values = (torch.empty(2, 4 * PAGE, dim, device=DEVICE) for _ in range(2))
+    triton_pages.stage(
+        scene.pool, scene.host[:, 0], slots, pages, distance, scene.turns, keys, values, 3, scene.form.layout
+    )
+    plain = scene.kv[:4, 0].reshape(4, 2 * PAGE, dim)
+    wanted = rotate(plain, *scene.rope.page_turns(-distance.cpu().numpy())).view(4, 2, PAGE, dim)
+    torch.testing.assert_close(keys.view(2, 4, PAGE, dim), wanted.transpose(0, 1), atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(values.view(2, 4, PAGE, dim), scene.kv[:4, 1].transpose(0, 1))

@@ -145,6 +145,18 @@ class Form:
         """Of one layer of a page, in elements."""
         return (2, self.kv_heads, PAGE, self.dim) if self.dtype.plain else (self.bytes,)
 
+    @cached_property
+    def layout(self) -> dict[str, str | int]:
+        """What kernels are told of a page (`ops.triton_codes.Layout`), in elements of the tensors that hold pages."""
+        parts, plain = self.parts, self.dtype.plain
+        starts = (0, parts[1].at // parts[1].element.itemsize, 0) if plain else [part.at for part in parts[1:]]
+        return {
+            "K": self.dtype.key.kind,
+            "V": self.dtype.value.kind,
+            **dict(zip(("KEY_SCALES", "VALUES", "VALUE_SCALES"), starts, strict=True)),
+            "SIZE": self.bytes // self.dtype.element.itemsize,
+        }
+
     def arithmetic(self, layers: int) -> str:
         """Bytes of a token, as a person multiplies them."""
         heads = f"{layers} layers x {self.kv_heads} heads"

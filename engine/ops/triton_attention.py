@@ -14,10 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.config import PAGE
 from engine.ops import geometry as g
 from engine.ops.follow import await_results, follow
 from engine.ops.geometry import Turns
+from engine.ops.triton_codes import Layout, layout_of, load_keys, load_values
 
+TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 LOG2E = 1.4426950408889634
 PAST, FIRST, OWN, WINDOW = map(tl.constexpr, (g.PAST, g.FIRST, g.OWN, g.WINDOW))
 STREAMED = tl.constexpr(g.STREAMED)
@@ -53,7 +56,7 @@ def turn(first, second, cos, sin, distance, half, DIM: tl.constexpr):
 @triton.jit
 def _attend(
     q,  # [T, HEADS, DIM], rotated to its offset from the first own page
-    pool,  # [slot, 2, KV_HEADS, 64, DIM] of one layer
+    pool,  # [slot, page] of one layer, pages as the layout says
     host,  # [page, ...] of the same layer, pages `host_page` elements apart
     slot_of,  # int32 [page]
     ids,  # int32 [logical page]
@@ -79,6 +82,13 @@ def _attend(
     COLD: tl.constexpr,
     COMPACT: tl.constexpr,
     FOLLOW: tl.constexpr,
+    TYPE: tl.constexpr,  # what codes are multiplied in
+    K: tl.constexpr,
+    V: tl.constexpr,
+    KEY_SCALES: tl.constexpr,
+    VALUES: tl.constexpr,
+    VALUE_SCALES: tl.constexpr,
+    SIZE: tl.constexpr,
 ):
     await_results(FOLLOW)
     split, kv_head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -112,17 +122,17 @@ def _attend(
             distance = past - page
         identity = tl.load(ids + page)
         slot = tl.load(slot_of + identity)
-        base = pool + slot.to(tl.int64) * (2 * KV_HEADS * PAGE * DIM)
+        base = pool + slot.to(tl.int64) * SIZE
         if COLD:
             base = tl.where(slot < 0, host + identity.to(tl.int64) * host_page, base)
             cold += (slot < 0).to(tl.int32)
-        keys = base + kv_head * (PAGE * DIM)
-        values = keys + KV_HEADS * PAGE * DIM
         a, b = turn(low, high, cos, sin, distance + reach, half, DIM)
-        at = key[None, :] * DIM + half[:, None]
-        k1 = tl.load(keys + at, mask=(half < DIM // 2)[:, None], other=0.0)
-        k2 = tl.load(keys + DIM // 2 + at, mask=(half < DIM // 2)[:, None], other=0.0)
+        k1, k2, unit = load_keys(base, kv_head * PAGE, key, half, DIM, K, KEY_SCALES, True)
+        if K != "plain":
+            k1, k2 = k1.to(TYPE), k2.to(TYPE)
         scores = dot(b.to(k2.dtype), k2, dot(a.to(k1.dtype), k1, tl.zeros([ROWS, PAGE], tl.float32)))
+        if K != "plain":
+            scores *= unit[None, :]
         # An own key is seen by the rows from its own on; the places of past keys are negative, so all rows see them.
         place = (i - seen) * PAGE + key
         scores = tl.where(place[None, :] <= first + (row // GROUP)[:, None], scores, float("-inf"))
@@ -131,8 +141,9 @@ def _attend(
         p = tl.exp2(scores - safe[:, None])
         fade = tl.exp2(best - safe)
         weight = weight * fade + tl.sum(p, 1)
-        written = (place < first + tokens)[:, None] & (wide < DIM)[None, :]
-        v = tl.load(values + key[:, None] * DIM + wide[None, :], mask=written, other=0.0)
+        v = load_values(base, kv_head * PAGE, key, wide, place < first + tokens, DIM, WIDE, V, VALUES, VALUE_SCALES)
+        if V != "plain":
+            v = v.to(TYPE)
         out = dot(p.to(v.dtype), v, out * fade[:, None])
         best = top
     lse = tl.where(weight > 0, best + tl.log2(weight), float("-inf"))
@@ -200,6 +211,7 @@ class PagedAttention:
         scale: float,
         compact: bool,
         dtype: torch.dtype,
+        layout: Layout | None = None,
     ) -> Tensor:
         """q [T, heads, dim] -> [T, heads, dim] of `dtype`. Shapes and words as in the kernel.
 
@@ -231,13 +243,15 @@ class PagedAttention:
             HEADS=self.heads,
             KV_HEADS=self.kv_heads,
             DIM=self.dim,
-            PAGE=pool.shape[-2],
+            PAGE=PAGE,
             HALF=max(16, triton.next_power_of_2(self.dim // 2)),
             WIDE=wide,
             ROWS=rows,
             ALL=window is None,
             COLD=host is not None,
             COMPACT=compact,
+            TYPE=TYPES[dtype],
+            **layout_of(pool, layout),
             num_warps=2 if rows == 16 else 4,
             num_stages=2,
             **follow(q),

@@ -9,12 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.config import PAGE
 from engine.ops import geometry as g
 from engine.ops.follow import await_results, follow
+from engine.ops.triton_codes import GROUP, ROUND, Layout, layout_of, load_keys, load_values, store_halves
 
 PAST, FIRST = map(tl.constexpr, (g.PAST, g.FIRST))
-ROUND = tl.constexpr(12582912.0)
-"""1.5 x 2^23: a float32 to which it is added and taken away again is rounded, halves to even."""
 
 
 @triton.jit
@@ -23,7 +23,7 @@ def _append(
     k,
     v,
     turned,  # float32 [T, HEADS, DIM]: out
-    pool,  # [slot, 2, KV_HEADS, 64, DIM] of one layer
+    pool,  # [slot, page] of one layer, pages as the layout says
     slot_of,
     ids,
     geometry,
@@ -38,6 +38,12 @@ def _append(
     PAGE: tl.constexpr,
     HALF: tl.constexpr,
     FOLLOW: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    KEY_SCALES: tl.constexpr,
+    VALUES: tl.constexpr,
+    VALUE_SCALES: tl.constexpr,
+    SIZE: tl.constexpr,
 ):
     await_results(FOLLOW)
     token, head = tl.program_id(0), tl.program_id(1)
@@ -63,18 +69,31 @@ def _append(
         kv_head = head - HEADS
         page = tl.load(ids + tl.load(geometry + PAST) + row // PAGE)
         slot = tl.load(slot_of + page).to(tl.int64)
-        at = pool + ((slot * 2 * KV_HEADS + kv_head) * PAGE + offset) * DIM
-        tl.store(at + half, low.to(pool.dtype.element_ty), mask=inside)
-        tl.store(at + DIM // 2 + half, high.to(pool.dtype.element_ty), mask=inside)
+        at, line = pool + slot * SIZE, kv_head * PAGE + offset
         source = v + token.to(tl.int64) * v_stride + kv_head * DIM
-        at += KV_HEADS * PAGE * DIM
-        tl.store(at + half, tl.load(source + half, mask=inside, other=0.0), mask=inside)
-        tl.store(at + DIM // 2 + half, tl.load(source + DIM // 2 + half, mask=inside, other=0.0), mask=inside)
+        first = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
+        second = tl.load(source + DIM // 2 + half, mask=inside, other=0.0).to(tl.float32)
+        _write(at, line, low, high, half, at + KEY_SCALES + 2 * line, DIM, DIM, K)
+        groups = (DIM + GROUP - 1) // GROUP
+        _write(at + VALUES, line, first, second, half, at + VALUE_SCALES + 2 * groups * line, DIM, GROUP, V)
+
+
+@triton.jit
+def _write(at, line, low, high, half, scales, DIM: tl.constexpr, SPAN: tl.constexpr, KIND: tl.constexpr):
+    """The halves of one token's channels, float32, as line `line` of a part that begins at `at`."""
+    if KIND == "plain":
+        to = at + line * DIM + half
+        if at.dtype.element_ty == tl.float16:
+            low, high = tl.clamp(low, -65504.0, 65504.0), tl.clamp(high, -65504.0, 65504.0)
+        tl.store(to, low.to(at.dtype.element_ty), mask=half < DIM // 2)
+        tl.store(to + DIM // 2, high.to(at.dtype.element_ty), mask=half < DIM // 2)
+    else:
+        store_halves(low, high, half, at + line * (DIM // 2 if KIND == "int4" else DIM), scales, DIM, SPAN, KIND)
 
 
 def append(
     q: Tensor, k: Tensor, v: Tensor, turned: Tensor, pool: Tensor, slot_of: Tensor, ids: Tensor, geometry: Tensor,
-    offsets: tuple[Tensor, Tensor],
+    offsets: tuple[Tensor, Tensor], layout: Layout | None = None,
 ) -> None:  # fmt: skip
     """Store one chunk's k and v [T, kv_head, dim] in its own pages, keys rotated by their offset, and turn its q.
 
@@ -99,8 +118,9 @@ def append(
         HEADS=heads,
         KV_HEADS=kv_heads,
         DIM=dim,
-        PAGE=pool.shape[-2],
+        PAGE=PAGE,
         HALF=triton.next_power_of_2(dim // 2),
+        **layout_of(pool, layout),
         num_warps=1,
         **follow(q),
     )
@@ -108,7 +128,7 @@ def append(
 
 @triton.jit
 def _close(
-    pool,  # [layer, slot, 2, KV_HEADS, 64, DIM]
+    pool,  # [layer, slot, page]
     slots,  # int64 [layer, n]
     pages,  # int64 [n]
     codes,  # uint8 [layer, page, KV_HEADS, 64, DIM / 2]
@@ -120,15 +140,22 @@ def _close(
     DIM: tl.constexpr,
     PAGE: tl.constexpr,
     HALF: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    KEY_SCALES: tl.constexpr,
+    VALUES: tl.constexpr,
+    VALUE_SCALES: tl.constexpr,
+    SIZE: tl.constexpr,
 ):
     layer, n, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     key, half = tl.arange(0, PAGE), tl.arange(0, HALF)
     inside = (half < DIM // 2)[None, :]
     slot = tl.load(slots + layer * count + n)
-    at = pool + ((layer * pool_slots + slot) * 2 * KV_HEADS + kv_head) * (PAGE * DIM)
-    at += key[:, None] * DIM + half[None, :]
-    low = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    high = tl.load(at + DIM // 2, mask=inside, other=0.0).to(tl.float32)
+    at = pool + (layer * pool_slots + slot) * SIZE
+    low, high, unit = load_keys(at, kv_head * PAGE, key, half, DIM, K, KEY_SCALES, False)
+    low, high = low.to(tl.float32), high.to(tl.float32)
+    if K != "plain":
+        low, high = low * unit[:, None], high * unit[:, None]
     size = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
     size = tl.div_rn(tl.maximum(size, 1e-12), 7.0)
     low = (tl.div_rn(low, size[:, None]) + ROUND) - ROUND
@@ -139,9 +166,12 @@ def _close(
     tl.store(codes + to * (DIM // 2) + key[:, None] * (DIM // 2) + half[None, :], packed.to(tl.uint8), mask=inside)
 
 
-def close_pages(pool: Tensor, slots: Tensor, pages: Tensor, codes: Tensor, scales: Tensor) -> None:
+def close_pages(
+    pool: Tensor, slots: Tensor, pages: Tensor, codes: Tensor, scales: Tensor, layout: Layout | None = None
+) -> None:
     """4-bit key codes of closed pages in every layer. slots int64 [layer, n] of the pool, pages int64 [n]."""
-    layers, _, _, kv_heads, page, dim = pool.shape
+    layers, _, kv_heads, page, half = codes.shape
+    dim = 2 * half
     _close[(layers, pages.shape[0], kv_heads)](
         pool,
         slots,
@@ -154,7 +184,8 @@ def close_pages(pool: Tensor, slots: Tensor, pages: Tensor, codes: Tensor, scale
         KV_HEADS=kv_heads,
         DIM=dim,
         PAGE=page,
-        HALF=triton.next_power_of_2(dim // 2),
+        HALF=triton.next_power_of_2(half),
+        **layout_of(pool, layout),
         num_warps=4,
     )
 
@@ -226,7 +257,7 @@ def _block(size: int) -> int:
 
 @triton.jit
 def _stage(
-    pool,  # [slot, 2, KV_HEADS, 64, DIM] of one layer
+    pool,  # [slot, page] of one layer
     host,
     slots,  # int64 [n]; -1: read the page from the host
     pages,  # int64 [n]
@@ -242,40 +273,46 @@ def _stage(
     DIM: tl.constexpr,
     PAGE: tl.constexpr,
     HALF: tl.constexpr,
+    WIDE: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    KEY_SCALES: tl.constexpr,
+    VALUES: tl.constexpr,
+    VALUE_SCALES: tl.constexpr,
+    SIZE: tl.constexpr,
 ):
-    key, half = tl.arange(0, PAGE), tl.arange(0, HALF)
+    key, half, wide = tl.arange(0, PAGE), tl.arange(0, HALF), tl.arange(0, WIDE)
     inside = (half < DIM // 2)[None, :]
     at = key[:, None] * DIM + half[None, :]
     for work in range(tl.program_id(0), count * KV_HEADS, tl.num_programs(0)):
         n, kv_head = work // KV_HEADS, work % KV_HEADS
         slot = tl.load(slots + n)
-        source = pool + slot * (2 * KV_HEADS * PAGE * DIM)
-        source = tl.where(slot < 0, host + tl.load(pages + n) * host_page, source) + kv_head * (PAGE * DIM) + at
+        source = tl.where(slot < 0, host + tl.load(pages + n) * host_page, pool + slot * SIZE)
         turn = (reach - tl.load(distance + n)) * (DIM // 2) + half
         c = tl.load(cos + turn, mask=half < DIM // 2, other=0.0)[None, :]
         s = tl.load(sin + turn, mask=half < DIM // 2, other=0.0)[None, :]
-        k1 = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-        k2 = tl.load(source + DIM // 2, mask=inside, other=0.0).to(tl.float32)
-        source += KV_HEADS * PAGE * DIM
-        v1 = tl.load(source, mask=inside, other=0.0)
-        v2 = tl.load(source + DIM // 2, mask=inside, other=0.0)
+        k1, k2, unit = load_keys(source, kv_head * PAGE, key, half, DIM, K, KEY_SCALES, False)
+        k1, k2 = k1.to(tl.float32), k2.to(tl.float32)
+        if K != "plain":
+            k1, k2 = k1 * unit[:, None], k2 * unit[:, None]
+        v = load_values(source, kv_head * PAGE, key, wide, key >= 0, DIM, WIDE, V, VALUES, VALUE_SCALES)
         to = (kv_head * count + n) * (PAGE * DIM) + at  # a staging part is small
         tl.store(keys + to, (k1 * c - k2 * s).to(keys.dtype.element_ty), mask=inside)
         tl.store(keys + to + DIM // 2, (k2 * c + k1 * s).to(keys.dtype.element_ty), mask=inside)
-        tl.store(values + to, v1, mask=inside)
-        tl.store(values + to + DIM // 2, v2, mask=inside)
+        to = (kv_head * count + n) * (PAGE * DIM) + key[:, None] * DIM + wide[None, :]
+        tl.store(values + to, v.to(values.dtype.element_ty), mask=(wide < DIM)[None, :])
 
 
 def stage(
     pool: Tensor, host: Tensor, slots: Tensor, pages: Tensor, distance: Tensor, turns, keys: Tensor, values: Tensor,
-    units: int,
+    units: int, layout: Layout | None = None,
 ) -> None:  # fmt: skip
     """Lay n pages out as one run of keys, rotated by their base as the chunk sees it, and one of values.
 
     slots, pages, distance int64 [n]; a page without a slot (-1) is read from `host`, pinned. keys and values
     [kv_head, n * 64, dim].
     """
-    _, _, kv_heads, page, dim = pool.shape
+    kv_heads, _, dim = keys.shape
     _stage[(units,)](
         pool,
         host,
@@ -291,7 +328,9 @@ def stage(
         host.stride(0),
         KV_HEADS=kv_heads,
         DIM=dim,
-        PAGE=page,
+        PAGE=PAGE,
         HALF=triton.next_power_of_2(dim // 2),
+        WIDE=triton.next_power_of_2(dim),
+        **layout_of(pool, layout),
         num_warps=8,
     )
