@@ -28,6 +28,8 @@ NO_TURN = tl.constexpr(2**29)
 RANK, PICK = {"OWN_": 32, "OTHERS": 128, "num_warps": 4}, {"OWN_": 16, "OTHERS": 256, "num_warps": 8}
 """Pages whose ranks one program counts, and those that they are compared with at once, the fastest on an H200: larger
 squares take registers, and fewer programs run side by side."""
+UNROLL = tl.constexpr(4)
+"""Squares whose loads are under way together: one after the other, most of a program's time is their latency."""
 
 
 @triton.jit
@@ -63,15 +65,16 @@ def _key(
         part = (head * PADDED + row)[:, None] * splits + split[None, :]
         inside = (row < rows)[:, None] & (split < splits)[None, :]
         tops = tl.load(top_part + part, mask=inside, other=float("-inf"))
-        top = tl.where(row < rows, tl.max(tops, 1), 0.0)
-        total = tl.sum(tl.load(sum_part + part, mask=inside, other=0.0) * tl.exp(tops - top[:, None]), 1)
-        total = top + tl.log(tl.where(row < rows, total, 1.0))
+        sums = tl.load(sum_part + part, mask=inside, other=0.0)
         at = (head * PADDED + row).to(tl.int64)[:, None] * pages + page[None, :]
         x = tl.load(lse + at, mask=(row < rows)[:, None] & (page < past)[None, :], other=float("-inf"))
-        share = tl.exp(tl.max(x - total[:, None], 0))
         held = tl.load(why + page, mask=page < past, other=0) != UNSELECTED
-        share = tl.where(held, share * hysteresis, share)
         kind = tl.load(role + page, mask=page < past, other=0)
+        top = tl.where(row < rows, tl.max(tops, 1), 0.0)
+        total = tl.sum(sums * tl.exp(tops - top[:, None]), 1)
+        total = top + tl.log(tl.where(row < rows, total, 1.0))
+        share = tl.exp(tl.max(x - total[:, None], 0))
+        share = tl.where(held, share * hysteresis, share)
         key = (share.to(tl.int32, bitcast=True) & -PLACES) | (PLACES - 1 - page)
         key = tl.where((kind == CANDIDATE) | (kind == TAKEN), key, -1)
         tl.store(keys + head * pages + page, key, mask=page < past)
@@ -97,14 +100,14 @@ def _rank(
         mine_of = keys + head * pages
         own = begin + tl.arange(0, OWN_)
         mine = tl.load(mine_of + own, mask=own < past, other=-1)
+        fresh = tl.load(why + own, mask=own < past, other=0) == UNSELECTED
         ahead = tl.zeros([OWN_, OTHERS], tl.int32)
-        for start in range(0, past, OTHERS):
+        for start in tl.range(0, past, OTHERS, loop_unroll_factor=UNROLL):
             page = start + tl.arange(0, OTHERS)
             other = tl.load(mine_of + page, mask=page < past, other=-1)
             ahead += (other[None, :] > mine[:, None]).to(tl.int32)
         before = tl.sum(ahead, 1)
         turn = tl.where((mine >= 0) & (before < depth), before * (2 * KV_HEADS) + head, NO_TURN)
-        fresh = tl.load(why + own, mask=own < past, other=0) == UNSELECTED
         tl.atomic_min(order + own, turn * 2 + fresh.to(tl.int32), mask=own < past)
 
 
@@ -149,7 +152,7 @@ def _pick(
         own = begin + tl.arange(0, OWN_)
         mine, beside, kind = _turns(order, role, own, past, KV_HEADS, NEIGHBORS, PLACES)
         ahead = tl.zeros([OWN_, OTHERS], tl.int32)
-        for start in range(0, past, OTHERS):
+        for start in tl.range(0, past, OTHERS, loop_unroll_factor=UNROLL):
             other, _, _ = _turns(order, role, start + tl.arange(0, OTHERS), past, KV_HEADS, NEIGHBORS, PLACES)
             ahead += (other[None, :] < mine[:, None]).to(tl.int32)
         place = tl.sum(ahead, 1)
@@ -214,7 +217,8 @@ def _bring(
     count, tick = tl.load(geometry + WINDOW), tl.load(geometry + TICK)
     index = tl.arange(0, SLOTS)
     seen = index < count
-    page = tl.load(window + index, mask=seen, other=0)
+    page = tl.load(window + index, mask=index < slots, other=0)  # beyond `count` too: not to wait for it
+    page = tl.where(seen, page, 0)
     if SORT:
         before = tl.zeros([SLOTS], tl.int32)
         for other in range(count):
