@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
+from engine import kernel_cache
+
 Say = Callable[[str], None]
 
 
@@ -58,6 +60,8 @@ FACTORIES: tuple[Factory, ...] = (triton,)
 def choose_backend(runner: Any, device: torch.device, factories: Sequence[Factory], say: Say) -> tuple[Backend, Any]:
     """The first candidate that builds and agrees, else the torch runner itself. Each step is said."""
     failures: list[str] = []
+    if device.type == "cuda":
+        kernel_cache.point(torch.cuda.get_device_capability(device), say)
     for factory in factories:
         began = time.perf_counter()
         try:

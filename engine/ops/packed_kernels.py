@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
+from engine import kernel_cache
 from engine.ops.packed import TORCH, Kernels, pack
 from engine.weights.quant import TYPES
 from engine.weights.random_parts import random_parts
@@ -20,6 +21,7 @@ def kernels_for(device: torch.device, dtype: torch.dtype, kinds: Iterable[str]) 
     names = sorted(set(kinds) & set(TYPES))
     if device.type != "cuda":
         return dict.fromkeys(names, TORCH), []
+    kernel_cache.point(torch.cuda.get_device_capability(device))
     try:
         from engine.ops.triton_packed import TRITON
     except ImportError as error:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from engine import kernel_cache
 from engine.routes import Bands
 from engine.trials import copy_rates, median_seconds
 from engine.units import KIB, MIB
@@ -45,6 +46,7 @@ def measure_links(device: torch.device, say: Say) -> dict[str, Bands]:
 def _gather(device: torch.device, size: int, say: Say) -> float | None:
     """Bytes a second of 64 pages of `size` read in place by the kernel; None, and said, where it can't run."""
     try:
+        kernel_cache.point(torch.cuda.get_device_capability(device))
         from engine.ops.triton_pages import gather
 
         count = 64
