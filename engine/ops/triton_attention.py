@@ -21,6 +21,8 @@ from engine.ops.geometry import Turns
 from engine.ops.triton_codes import Layout, layout_of, load_keys, load_values
 
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+FEW_WARPS = {True: 2, False: 4}
+"""Of a program of 16 rows, by whether pages are plain: codes take registers to convert."""
 LOG2E = 1.4426950408889634
 PAST, FIRST, OWN, WINDOW = map(tl.constexpr, (g.PAST, g.FIRST, g.OWN, g.WINDOW))
 STREAMED = tl.constexpr(g.STREAMED)
@@ -222,7 +224,7 @@ class PagedAttention:
         splits, rows = self._splits(tokens), self._rows(tokens)
         blocks = -(-tokens * (self.heads // self.kv_heads) // rows)
         out = torch.empty(tokens, self.heads, self.dim, dtype=dtype, device=q.device)
-        wide = triton.next_power_of_2(self.dim)
+        wide, layout = triton.next_power_of_2(self.dim), layout_of(pool, layout)
         _attend[(splits, self.kv_heads, blocks)](
             q,
             pool,
@@ -251,8 +253,8 @@ class PagedAttention:
             COLD=host is not None,
             COMPACT=compact,
             TYPE=TYPES[dtype],
-            **layout_of(pool, layout),
-            num_warps=2 if rows == 16 else 4,
+            **layout,
+            num_warps=FEW_WARPS[layout["K"] == "plain"] if rows == 16 else 4,
             num_stages=2,
             **follow(q),
         )

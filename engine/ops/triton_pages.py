@@ -5,6 +5,7 @@ References: `Runner._store`, `recall.digest.encode_keys` with `pack_codes`, and 
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -201,11 +202,17 @@ def _gather(host, pool, misses, places, missing, host_page, size, BLOCK: tl.cons
         tl.store(pool + slot * size + at, tl.load(host + page * host_page + at, mask=at < size), mask=at < size)
 
 
+def _words(pages: Tensor) -> Tensor:
+    """Bytes two by two: whoever copies moves as much at once as of 16-bit numbers."""
+    return pages.view(torch.int16) if pages.dtype is torch.uint8 else pages
+
+
 def gather(host: Tensor, pool: Tensor, misses: Tensor, places: Tensor, missing: Tensor, units: int) -> None:
     """Bring `missing` [1] pages of one layer from pinned host memory, read in place, into their slots.
 
     host [page, ...] (the layer's part of the store), pool [slot, ...]; misses int32 page ids, places int32 slots.
     """
+    host, pool = _words(host), _words(pool)
     _gather[(units,)](
         host,
         pool,
@@ -235,6 +242,7 @@ def _store(pool, host, slots, pages, count, pool_slots, layers, size, host_page,
 
 def store_pages(pool: Tensor, host: Tensor, slots: Tensor, pages: Tensor, units: int) -> None:
     """Copy closed pages of every layer from the pool to pinned host memory. slots int64 [layer, n], pages int64 [n]."""
+    host, pool = _words(host), _words(pool)
     size = pool[0, 0].numel()
     _store[(units,)](
         pool,
