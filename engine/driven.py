@@ -41,7 +41,7 @@ SCORERS = ("fused", "token", "lexical")
 GATHER_UNITS = 16
 """Programs that keep PCIe busy; more are no faster (H200)."""
 UNITS_PER_MULTIPROCESSOR = 4
-SCORE_UNITS_PER_MULTIPROCESSOR = 32
+SCORE_UNITS_PER_MULTIPROCESSOR = 16
 GRAPHS = 8
 """Kinds of steps whose graphs are kept."""
 
@@ -371,7 +371,7 @@ class DrivenSteps:
         self._counters_out.copy_(self._counters, non_blocking=True)
         if kind.rows == "none":
             return None
-        return self.model.logits(hidden[-1:] if kind.rows == "last" else hidden, TRITON)
+        return self.model.logits(hidden[-1:] if kind.rows == "last" else hidden)
 
     def _attend(self, kind: Kind, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         pool, turned, rope = self.pool.data[layer], self._turned[: kind.tokens], self.model.rope

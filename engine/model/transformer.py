@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.model.config import ModelConfig
-from engine.ops.linear import Matrix, embedding
+from engine.ops.linear import Matrix, embedding, linear
 from engine.ops.norm import TORCH, Passes, geglu, rms_norm
 from engine.ops.packed import Packed
 from engine.ops.rope import Rotary
@@ -69,6 +69,7 @@ class Transformer:
         self.sliding_rope = self.rope
         if config.sliding_rope is not None:
             self.sliding_rope = Rotary(config.sliding_rope, config.head_dim, self.device, config.query_scale)
+        self._gate = geglu if config.gelu else None
         self._scale = torch.tensor(config.embedding_scale, dtype=self.dtype, device=self.device)
         self._parts = [config.heads, config.kv_heads, config.kv_heads]
 
@@ -84,30 +85,28 @@ class Transformer:
         hidden, delta = embedding(tokens, self.weights.embed), None  # [T, hidden]
         if self.config.embedding_scale != 1.0:
             hidden = hidden * self._scale
+        gate = self._gate or passes.swiglu
         for index, layer in enumerate(self.weights.layers):
             hidden, x = passes.add_rms_norm(hidden, delta, layer.attention_norm, eps)
             q, k, v = self._project(layer, x, passes)
             attended = attend(index, q, k, v).reshape(tokens.shape[0], -1)  # [T, heads * head_dim]
-            delta = passes.linear(attended, layer.o, layer.o_bias)
+            delta = linear(attended, layer.o, layer.o_bias)
             if layer.attention_out_norm is not None:
                 delta = rms_norm(delta, layer.attention_out_norm, eps)
             hidden, x = passes.add_rms_norm(hidden, delta, layer.mlp_norm, eps)
-            if self.config.gelu:
-                x = geglu(passes.linear(x, layer.gate_up, layer.gate_up_bias))
-            else:
-                x = passes.gated(x, layer.gate_up, layer.gate_up_bias)
-            delta = passes.linear(x, layer.down, layer.down_bias)
+            gate_up = linear(x, layer.gate_up, layer.gate_up_bias)
+            delta = linear(gate(gate_up), layer.down, layer.down_bias)
             if layer.mlp_out_norm is not None:
                 delta = rms_norm(delta, layer.mlp_out_norm, eps)
         return passes.add_rms_norm(hidden, delta, self.weights.norm, eps)[1]
 
-    def logits(self, hidden: Tensor, passes: Passes = TORCH) -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, hidden] -> float32 [N, vocab]. Ask only for the rows that are needed: a row is vocab * 4 bytes."""
-        return passes.linear(hidden, self.weights.head, None).float()
+        return linear(hidden, self.weights.head).float()
 
     def _project(self, layer: LayerWeights, x: Tensor, passes: Passes) -> list[Tensor]:
         """x [T, hidden] -> q [T, heads, head_dim], k and v [T, kv_heads, head_dim], after bias and QK norm."""
-        qkv = passes.linear(x, layer.qkv, layer.qkv_bias)
+        qkv = linear(x, layer.qkv, layer.qkv_bias)
         q, k, v = qkv.view(x.shape[0], -1, self.config.head_dim).split(self._parts, 1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = passes.head_norm(q, k, layer.q_norm, layer.k_norm, self.config.norm_eps)

@@ -1,4 +1,4 @@
-"""The parts of a layer beside its attention: the torch reference, as a set that a backend may replace."""
+"""What lies between the matrix products of a layer: the torch reference, as a set that a backend may replace."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from engine.ops.linear import Matrix, linear
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -41,11 +39,6 @@ def geglu(gate_up: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh") * up
 
 
-def gated(x: Tensor, gate_up: Matrix, bias: Tensor | None = None) -> Tensor:
-    """x [T, in], gate_up [2 * n, in] -> silu(first half of the product) * second half, [T, n]."""
-    return swiglu(linear(x, gate_up, bias))
-
-
 def head_norm(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """RMS norm of each head of q [T, heads, dim] and k [T, kv_heads, dim]; may work in place."""
     return rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
@@ -56,8 +49,7 @@ class Passes:
     """One way to do them; results agree to rounding."""
 
     add_rms_norm: Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]] = add_rms_norm
-    linear: Callable[[Tensor, Matrix, Tensor | None], Tensor] = linear
-    gated: Callable[[Tensor, Matrix, Tensor | None], Tensor] = gated
+    swiglu: Callable[[Tensor], Tensor] = swiglu
     head_norm: Callable[[Tensor, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = head_norm
 
 

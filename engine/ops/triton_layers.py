@@ -1,4 +1,4 @@
-"""The parts of a layer beside its attention, each in one pass. Triton; references: ops/norm.py."""
+"""What lies between the matrix products of a layer, each in one pass. Triton; references: ops/norm.py."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.ops import linear as reference
-from engine.ops import triton_matvec
 from engine.ops.follow import await_results, follow
-from engine.ops.linear import Matrix
 from engine.ops.norm import Passes
 
 
@@ -23,12 +20,12 @@ def _add_norm(
     at = tl.arange(0, BLOCK)
     inside = at < width
     x = tl.load(hidden + row * width + at, mask=inside, other=0.0)
+    w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         x = (x.to(tl.float32) + tl.load(delta + row * width + at, mask=inside, other=0.0).to(tl.float32)).to(x.dtype)
         tl.store(total + row * width + at, x, mask=inside)
     x = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 0) / width + eps)
-    w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(normed + row * width + at, (x * scale * w).to(normed.dtype.element_ty), mask=inside)
 
 
@@ -120,21 +117,7 @@ def head_norm(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: flo
     return q, k
 
 
-def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
-    """x [T, in], weight [out, in], bias [out] -> [T, out]: one row's product by its own kernel."""
-    if triton_matvec.serves(x, weight):
-        return triton_matvec.matvec(x, weight, bias)
-    return reference.linear(x, weight, bias)
-
-
-def gated(x: Tensor, gate_up: Matrix, bias: Tensor | None = None) -> Tensor:
-    """x [T, in], gate_up [2 * n, in] -> silu(first half of the product) * second half, [T, n]."""
-    if bias is None and triton_matvec.serves(x, gate_up):
-        return triton_matvec.gated(x, gate_up)
-    return swiglu(linear(x, gate_up, bias))
-
-
-TRITON = Passes(add_rms_norm, linear, gated, head_norm)
+TRITON = Passes(add_rms_norm, swiglu, head_norm)
 
 
 @triton.jit

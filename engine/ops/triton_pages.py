@@ -51,6 +51,8 @@ def _append(
     half = tl.arange(0, HALF)
     inside = half < DIM // 2
     row = tl.load(geometry + FIRST) + token
+    page = tl.load(ids + tl.load(geometry + PAST) + row // PAGE)
+    slot = tl.load(slot_of + page).to(tl.int64)
     if head < HEADS:
         source = q + token.to(tl.int64) * q_stride + head * DIM
         offset = row
@@ -68,8 +70,6 @@ def _append(
         tl.store(out + DIM // 2 + half, high, mask=inside)
     else:
         kv_head = head - HEADS
-        page = tl.load(ids + tl.load(geometry + PAST) + row // PAGE)
-        slot = tl.load(slot_of + page).to(tl.int64)
         at, line = pool + slot * SIZE, kv_head * PAGE + offset
         source = v + token.to(tl.int64) * v_stride + kv_head * DIM
         first = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)

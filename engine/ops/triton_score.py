@@ -22,7 +22,7 @@ PAST, FARTHEST = map(tl.constexpr, (g.PAST, g.FARTHEST))
 WARPS, MANY_WARPS = 1, 8
 FEW = 8
 """Rows up to which they are turned to each page, and not its keys to them."""
-FEWER_UNITS = 16
+FEWER_UNITS = 8
 """A program for many rows has eight warps of work, and little room beside it."""
 UNRANKED = tl.constexpr(2**31 - 1)
 ROUND = tl.constexpr(12582912.0)

@@ -168,24 +168,24 @@ def _claim(slot_of, page_in, last_used, pinned, wanted, found, need, tick, slots
 
     One program. Reference: `DevicePool.place`.
     """
+    LONGEST: tl.constexpr = 2**30 // SLOTS
     slot = tl.arange(0, SLOTS)
     held = tl.load(page_in + slot, mask=slot < slots, other=-1)
-    used = tl.load(last_used + slot, mask=slot < slots, other=NEVER)
-    age = tl.where(held < 0, -1, used)
+    used = tl.load(last_used + slot, mask=slot < slots, other=0)
     locked = tl.load(pinned + tl.maximum(held, 0), mask=(slot < slots) & (held >= 0), other=0) != 0
-    age = tl.where((age == tick) | locked | (slot >= slots), NEVER, age)
-    tl.store(found + slot, age)
+    idle = tl.where(held < 0, LONGEST + 1, tl.minimum(tick - used, LONGEST))
+    order = slot - idle * SLOTS  # no two are equal
+    order = tl.where((idle == 0) | locked | (slot >= slots), NEVER, order)
+    tl.store(found + slot, order)
     tl.debug_barrier()
     STEP: tl.constexpr = 8 if SLOTS >= 8 else SLOTS  # more spills
     ahead = tl.zeros([SLOTS, STEP], tl.int32)
-    for start in range(0, SLOTS, STEP):
-        index = start + tl.arange(0, STEP)
-        other = tl.load(found + index)
-        earlier = (other[None, :] == age[:, None]) & (index[None, :] < slot[:, None])
-        ahead += ((other[None, :] < age[:, None]) | earlier).to(tl.int32)
+    for start in tl.range(0, SLOTS, STEP, loop_unroll_factor=UNROLL):
+        other = tl.load(found + start + tl.arange(0, STEP))
+        ahead += (other[None, :] < order[:, None]).to(tl.int32)
     before = tl.sum(ahead, 1)
     tl.debug_barrier()
-    given = (before < need) & (age != NEVER)
+    given = (before < need) & (order != NEVER)
     page = tl.load(wanted + before, mask=given, other=0)
     tl.store(slot_of + held, -1, mask=given & (held >= 0))
     tl.debug_barrier()
