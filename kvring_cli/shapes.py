@@ -44,7 +44,7 @@ class Shape:
 
     def held_bits(self, device: str, dtype: torch.dtype, weights: str) -> float:
         """Bits of a weight where it is computed with; `weights` as in EngineConfig, `device` its type."""
-        from engine.model.packing import held_bits, held_bytes, stays_packed
+        from engine.model.packing import held_bits, held_bytes, packed_types
         from engine.weights.quant import TYPES
 
         plain = 8.0 * dtype.itemsize
@@ -54,7 +54,7 @@ class Shape:
         from engine.model.load import quantised
 
         source = quantised(self.source, weights).source
-        size = held_bytes(source, source.shapes, stays_packed(weights, device, dtype), device, dtype)
+        size = held_bytes(source, source.shapes, packed_types(weights, device, dtype), device, dtype)
         return 8 * size / self.parameters
 
     def as_json(self) -> dict[str, Any]:

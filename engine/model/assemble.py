@@ -8,7 +8,7 @@ the model plus its largest tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 
 import torch
@@ -19,7 +19,7 @@ from engine.model.config import ModelConfig
 from engine.model.packing import Packing
 from engine.model.transformer import LayerWeights, Weights
 from engine.ops.linear import Matrix
-from engine.ops.packed import Mixed, Packed, pack_blocks, stack, with_four_bit
+from engine.ops.packed import Mixed, Packed, multiplied, pack_blocks, stack
 from engine.weights.names import layer_names
 from engine.weights.source import WeightSource
 
@@ -109,8 +109,11 @@ def assemble(config: ModelConfig, source: WeightSource, layout: Layout, packing:
             if kind is None:
                 pieces.append(load(names, *same))
             else:
-                pieces.append(with_four_bit(stack([packed(names, part) for part in same])))
+                pieces.append(stack([packed(names, part) for part in same]))
         return pieces[0] if len(pieces) == 1 else Mixed(tuple(pieces))
+
+    def product(names: dict[str, str], *parts: str) -> Matrix:
+        return multiplied(matrix(names, *parts))
 
     def norm(names: dict[str, str], part: str, present: bool = True) -> Tensor | None:
         """In the model's dtype, or in float32 where the model's norms are."""
@@ -130,11 +133,11 @@ def assemble(config: ModelConfig, source: WeightSource, layout: Layout, packing:
         layers.append(
             LayerWeights(
                 attention_norm=norm(names, "attention_norm"),
-                qkv=matrix(names, "q", "k", "v"),
-                o=matrix(names, "o"),
+                qkv=product(names, "q", "k", "v"),
+                o=product(names, "o"),
                 mlp_norm=norm(names, "mlp_norm"),
-                gate_up=matrix(names, "gate", "up"),
-                down=matrix(names, "down"),
+                gate_up=product(names, "gate", "up"),
+                down=product(names, "down"),
                 qkv_bias=maybe(config.attention_bias, names, "q_bias", "k_bias", "v_bias"),
                 o_bias=maybe(config.output_bias, names, "o_bias"),
                 q_norm=norm(names, "q_norm", config.qk_norm),
@@ -151,8 +154,8 @@ def assemble(config: ModelConfig, source: WeightSource, layout: Layout, packing:
         head = matrix(layout.top, "head")
         if config.tied and _equal(head, embed):  # a file may hold the embedding twice, and transformers unties
             head = embed  # those whose copies differ
-    if isinstance(embed, Packed) and head is not embed:
-        embed = replace(embed, four=None)  # no product reads it
+    tied, head = head is embed, multiplied(head)
+    embed = head if tied else embed
     return Weights(embed=embed, layers=tuple(layers), norm=norm(layout.top, "norm"), head=head)
 
 

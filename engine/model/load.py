@@ -13,7 +13,7 @@ from engine.model.assemble import Layout, assemble
 from engine.model.config import ModelConfig
 from engine.model.gguf_config import from_gguf
 from engine.model.hf_config import from_hf
-from engine.model.packing import Packing, explain, stays_packed
+from engine.model.packing import Packing, explain, packed_types
 from engine.model.random import PREFIX, random_model, random_path
 from engine.model.transformer import Transformer
 from engine.ops.packed import TORCH
@@ -76,8 +76,8 @@ def load_model(
     path = Path(path)
     opened = quantised(open_model(path), weights)
     source = opened.source
-    packed = stays_packed(weights, device.type, dtype)
-    kernels, troubles = kernels_for(device, dtype, map(source.kind_of, source.shapes) if packed else ())
+    types = packed_types(weights, device.type, dtype)
+    kernels, troubles = kernels_for(device, dtype, types.intersection(map(source.kind_of, source.shapes)))
     packing = Packing(device, dtype, kernels)
     grown = explain(source, source.shapes, packing)
     return LoadedModel(

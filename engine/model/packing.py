@@ -19,11 +19,15 @@ FOUR_BIT = 4 + 32 / GROUP
 """Bits of a weight in torch's 4-bit form, scales included."""
 
 
-def stays_packed(weights: str, device: str, dtype: torch.dtype) -> bool:
-    """What `--weights` means here; `device` is its type. A CPU has fast products of packed weights in bfloat16 only."""
-    if weights == "auto":
-        return device == "cuda" or dtype == torch.bfloat16
-    return weights != "dense"
+def packed_types(weights: str, device: str, dtype: torch.dtype) -> set[str]:
+    """Names of the types that stay packed under `--weights` here; `device` is its type.
+
+    auto: those with fast products; a CPU has them of groups of 32, in bfloat16.
+    """
+    if weights == "dense":
+        return set()
+    every = weights != "auto" or device == "cuda"
+    return {name for name, kind in TYPES.items() if every or takes_four_bit(kind, dtype)}
 
 
 @dataclass(frozen=True)
@@ -41,13 +45,17 @@ class Packing:
 
 
 def held_bits(kind: QuantType, device: str, dtype: torch.dtype) -> float:
-    """Bits of a packed weight; on a CPU the form for a few rows is beside it."""
-    return kind.bits + (FOUR_BIT if device == "cpu" and takes_four_bit(kind, dtype) else 0)
+    """Bits of a packed weight where it is multiplied with."""
+    if device != "cpu" or not takes_four_bit(kind, dtype):
+        return kind.bits
+    return kind.bits - sum(kind.planes) + FOUR_BIT * (1 if sum(kind.planes) <= 4 else 2)
 
 
-def held_bytes(source: WeightSource, names: Iterable[str], packed: bool, device: str, dtype: torch.dtype) -> int:
-    """Bytes that these tensors take when they are loaded."""
-    packing = Packing(torch.device(device), dtype, dict.fromkeys(TYPES, TORCH) if packed else {})
+def held_bytes(
+    source: WeightSource, names: Iterable[str], types: Iterable[str], device: str, dtype: torch.dtype
+) -> int:
+    """Bytes that these tensors take when they are loaded; `types` stay packed."""
+    packing = Packing(torch.device(device), dtype, dict.fromkeys(types, TORCH))
     bits = 0.0
     for name in names:
         kind = packing.kind(source, name)
@@ -61,9 +69,10 @@ def explain(source: WeightSource, names: Iterable[str], packing: Packing) -> str
     grown: Counter[str] = Counter()
     for name in names:
         kind, held = packing.kind(source, name), source.kind_of(name)
-        size = held_bytes(source, [name], kind is not None, "cuda", packing.dtype)  # without a CPU's second form
+        size = held_bytes(source, [name], packing.kernels, packing.device.type, packing.dtype)
         more = size - source.bytes_of(name)
         if more > 0.05 * source.bytes_of(name) and len(source.shapes[name]) == 2:
-            how = f"{held} is held in {kind.bits:.3g} bits" if kind else f"{held} is dequantised"
+            bits = held_bits(kind, packing.device.type, packing.dtype) if kind else 0
+            how = f"{held} is held in {bits:.3g} bits a weight" if kind else f"{held} is dequantised"
             grown[how] += more
     return "; ".join(f"{how}: {format_bytes(more)} more than the file" for how, more in grown.items())

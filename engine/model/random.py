@@ -18,7 +18,7 @@ from engine.model.gemma import LOCAL_THETA, every_but_sixth, gemma_fields
 from engine.model.sizes import PUBLISHED, Sizes
 from engine.model.transformer import LayerWeights, Transformer, Weights
 from engine.ops.linear import Matrix
-from engine.ops.packed import TORCH, Kernels, pack, stack, with_four_bit
+from engine.ops.packed import TORCH, Kernels, multiplied, pack, stack
 from engine.ops.rope import RopeConfig
 from engine.text.tokenizer import Tokenizer
 from engine.weights.quant import QuantType
@@ -88,7 +88,7 @@ def random_model(
         for row in range(0, rows, step := max(1, _PIECE // columns)):
             parts = random_parts(kind, min(step, rows - row), columns, _SPREAD, random)
             pieces.append(pack(parts, kind, dtype, kernels))
-        return with_four_bit(stack(pieces))
+        return multiplied(stack(pieces))
 
     def ones(size: int) -> Tensor:
         return torch.ones(size, dtype=torch.float32 if gemma else dtype, device=device)

@@ -1,12 +1,14 @@
-"""4-bit matrices in the form of torch's own 4-bit product, the fastest there is for a few rows on a CPU.
+"""Matrices in the form of torch's 4-bit product, the fastest there is for a few rows on a CPU.
 
 For the matrices of one layer of SmolLM2 on two EPYC cores, one row: oneDNN's 16-bit product, tuned for many rows,
-515 us; torch's own vector product 230 us; its 4-bit product 117 us, because its weights are a quarter.
+515 us; torch's own vector product 230 us; its 4-bit product 117 us, because its weights are a quarter. Codes of more
+than four bits are two such matrices: 16 high + low.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -14,31 +16,94 @@ from torch import Tensor
 GROUP = 32
 FEW = 16
 """Rows of x up to which it is faster than dequantising and multiplying (SmolLM2's matrices, two EPYC cores)."""
+BLOCK = 64
+"""Rows that torch's kernel packs together; a piece of the matrix is a number of blocks."""
+_PIECE = 1 << 20  # codes that are packed at once
 
 
 @dataclass(frozen=True)
 class FourBit:
-    """Made by `pack_four_bit`; computes in bfloat16."""
+    """Codes of 4 or 8 bits. Made by `pack_four_bit`; computes in bfloat16."""
 
-    packed: Tensor  # uint8, laid out as this torch's kernel wants it
-    scales: Tensor  # bfloat16 [columns / 32, rows, 2]: scale and centre
+    packed: tuple[Tensor, ...]  # of each digit, the lowest first: uint8 [rows, columns / 2] as torch's kernel wants it
+    scales: tuple[Tensor, ...]  # of each digit: bfloat16 [columns / 32, rows, 2]: scale and centre
+    bias: int  # what was added to the second digit
 
     @property
     def nbytes(self) -> int:
-        return self.packed.nbytes + self.scales.nbytes
+        return sum(tensor.nbytes for tensor in (*self.packed, *self.scales))
 
     def multiply(self, x: Tensor) -> Tensor:
         """x bfloat16 [N, columns] -> [N, rows]"""
-        return torch.ops.aten._weight_int4pack_mm_for_cpu(x, self.packed, GROUP, self.scales)
+        first, *more = (
+            torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, GROUP, scales)
+            for packed, scales in zip(self.packed, self.scales, strict=True)
+        )
+        return first if not more else first + more[0]
+
+    def codes(self, rows: slice | Tensor) -> Tensor:
+        """uint8 [n, columns]: of a slice that begins with a block, or of rows by number."""
+        low, *more = (_unpack(packed, rows) for packed in self.packed)
+        return low if not more else low | (more[0] - self.bias) << 4
 
 
-def pack_four_bit(codes: Tensor, scale: Tensor, centre: Tensor) -> FourBit | None:
-    """weight = (code - 8) * scale + centre; codes uint8 [rows, columns], the others float32 [rows, columns / 32].
+def pack_four_bit(codes: Tensor, scale: Tensor, centre: Tensor, bits: int) -> FourBit | None:
+    """weight = code * scale + centre; codes uint8 [rows, columns] of up to `bits`, scales float32 [rows, columns / 32].
 
     Scales are rounded to bfloat16, which errs by as much as rounding the weights would. None where the kernel can't
-    take the shape.
+    take the shape, or packs otherwise than `FourBit.codes` unpacks.
     """
-    if codes.shape[0] % 16 or not hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu"):
+    if codes.shape[0] % BLOCK or order() is None:
         return None
-    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
-    return FourBit(packed, torch.stack([scale, centre], -1).transpose(0, 1).contiguous().bfloat16())
+    bias = 8 - (1 << max(0, bits - 5)) if bits > 4 else 0  # the kernel takes 8 off: the middle digit is 0
+    first = centre + 8 * scale + (16 * (8 - bias) * scale if bits > 4 else 0)
+    digits, scales = [codes & 15], [_scales(scale, first)]
+    if bits > 4:
+        digits.append((codes >> 4) + bias)
+        scales.append(_scales(16 * scale, torch.zeros_like(scale)))
+    found = FourBit(tuple(map(_pack, digits)), tuple(scales), bias)
+    return found if torch.equal(found.codes(slice(0, BLOCK)), codes[:BLOCK]) else None
+
+
+@cache
+def order() -> Tensor | None:
+    """int64 [64]: where each row of a block lies among its nibbles, low halves first; None where there is no kernel.
+
+    It depends on the processor, so it is read off what the kernel makes of numbered rows.
+    """
+    if not hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu"):
+        return None
+    number = torch.arange(BLOCK, dtype=torch.uint8)[:, None].expand(BLOCK, GROUP)
+    low, high = (_nibbles(_pack(digit.contiguous()).view(1, GROUP, BLOCK // 2)) for digit in (number & 15, number >> 4))
+    found = (low | high << 4)[0].long()
+    return torch.argsort(found[0]) if bool((found == found[0]).all()) else None
+
+
+def _scales(scale: Tensor, centre: Tensor) -> Tensor:
+    return torch.stack([scale, centre], -1).transpose(0, 1).contiguous().bfloat16()
+
+
+def _pack(digit: Tensor) -> Tensor:
+    step = max(1, _PIECE // digit.shape[1] // BLOCK) * BLOCK
+    pack = torch.ops.aten._convert_weight_to_int4pack_for_cpu
+    out = torch.empty(digit.shape[0], digit.shape[1] // 2, dtype=torch.uint8)
+    for row in range(0, digit.shape[0], step):
+        out[row : row + step] = pack(digit[row : row + step].int(), 1)
+    return out
+
+
+def _nibbles(blocks: Tensor) -> Tensor:
+    """[..., n] -> [..., 2 n]"""
+    return torch.cat([blocks & 15, blocks >> 4], -1)
+
+
+def _unpack(packed: Tensor, rows: slice | Tensor) -> Tensor:
+    columns = 2 * packed.shape[1]
+    blocks = packed.view(-1, columns, BLOCK // 2)
+    if isinstance(rows, slice):
+        first, last, _ = rows.indices(packed.shape[0])
+        chosen = _nibbles(blocks[first // BLOCK : -(-last // BLOCK)])[..., order()]
+        return chosen.transpose(1, 2).reshape(-1, columns)[: last - first]
+    place = order()[rows % BLOCK]
+    half = blocks[rows // BLOCK, :, place % (BLOCK // 2)]
+    return (half >> (place // (BLOCK // 2) * 4)[:, None].to(torch.uint8)) & 15

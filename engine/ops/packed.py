@@ -7,17 +7,18 @@ Nothing of the file is lost by this and no value is rounded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.ops.four_bit import FEW, GROUP, FourBit, pack_four_bit
-from engine.weights.quant import BYTES, NIBBLES, NONE, SIGNED, Parts, QuantType
+from engine.ops.four_bit import BLOCK, FEW, GROUP, FourBit, pack_four_bit
+from engine.weights.quant import BYTES, NIBBLES, SIGNED, Parts, QuantType
 
 UNIT, LANES, FIELDS = 32, 4, 8
+ALL = slice(None)
 PLANE_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 SLICE = {"cpu": 1 << 18, "cuda": 1 << 25}
 """Weights that are dequantised at once: what stays in a CPU's second-level cache; 64 MiB of a card, in bfloat16."""
@@ -44,7 +45,7 @@ class Packed:
     sub: Tensor | None  # [rows, columns / group]
     table: Tensor | None  # float32 [16]
     kernels: Kernels
-    four: FourBit | None = None  # the same a second time, for a few rows on a CPU
+    four: FourBit | None = None  # the codes as a CPU multiplies few rows with them, instead of planes
 
     @property
     def rows(self) -> int:
@@ -66,39 +67,51 @@ class Packed:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors) + (self.four.nbytes if self.four else 0)
 
-    def part(self, rows: slice | Tensor) -> Packed:
-        """Some of its rows: a view for a slice, a copy for an index."""
+    def part(self, rows: slice) -> Packed:
+        """A view of some of its rows; of a matrix that has planes."""
         m, sub = (None if tensor is None else tensor[rows] for tensor in (self.m, self.sub))
-        planes = tuple(plane[rows] for plane in self.planes)
-        return replace(self, planes=planes, d=self.d[rows], m=m, sub=sub, four=None)
+        return replace(self, planes=tuple(plane[rows] for plane in self.planes), d=self.d[rows], m=m, sub=sub)
 
-    def dequantise(self, dtype: torch.dtype | None = None) -> Tensor:
-        """[rows, columns]: the values that `gguf.dequantize` gives, rounded once to `dtype` (left out: its own)."""
-        kind, rows = self.kind, self.rows
-        scale, low = self.scales()
-        values = self._values().view(rows, -1, kind.group if kind.sub != NONE else kind.block)
+    def slices(self) -> Iterator[slice]:
+        """Its rows in slices that are small enough to be dequantised one after the other."""
+        step = max(1, SLICE[self.device.type] // self.columns // BLOCK) * BLOCK
+        return (slice(row, min(row + step, self.rows)) for row in range(0, self.rows, step))
+
+    def dequantise(self, rows: slice | Tensor = ALL) -> Tensor:
+        """[n, columns] of rows: the values that `gguf.dequantize` gives, rounded once to its dtype."""
+        scale, low = self.scales(rows)
+        values = self._values(self.codes(rows)).view(len(scale), scale.shape[1], -1)
         values.mul_(scale[..., None])
         if low is not None:
             values.add_(low[..., None])
-        return values.view(rows, self.columns).to(dtype or self.dtype)
+        return values.view(len(scale), self.columns).to(self.dtype)
 
-    def slices(self) -> list[Packed]:
-        """The matrix in slices of rows that are small enough to be dequantised one after the other."""
-        step = max(1, SLICE[self.device.type] // self.columns)
-        return [self.part(slice(row, row + step)) for row in range(0, self.rows, step)]
-
-    def codes(self) -> Tensor:
-        """uint8 [rows, columns]"""
-        codes = torch.zeros(self.rows, self.columns // UNIT, FIELDS, LANES, dtype=torch.uint8, device=self.device)
-        at = 0
-        for plane, bits in zip(self.planes, self.kind.planes, strict=True):
+    def codes(self, rows: slice | Tensor = ALL) -> Tensor:
+        """uint8 [n, columns]"""
+        if self.four is not None:
+            return self.four.codes(rows)
+        planes, at = [plane[rows] for plane in self.planes], 0
+        codes = torch.zeros(*planes[0].shape[:2], FIELDS, LANES, dtype=torch.uint8, device=self.device)
+        for plane, bits in zip(planes, self.kind.planes, strict=True):
             shifts = torch.arange(0, FIELDS * bits, bits, dtype=plane.dtype, device=plane.device)[:, None]
             codes |= ((plane[:, :, None, :] >> shifts) & ((1 << bits) - 1)).to(torch.uint8) << at
             at += bits
-        return codes.view(self.rows, self.columns)
+        return codes.view(len(codes), self.columns)
 
-    def _values(self) -> Tensor:
-        codes = self.codes()
+    def scales(self, rows: slice | Tensor = ALL) -> tuple[Tensor, Tensor | None]:
+        """float32 [n, groups]: what a value is multiplied by, and what is added; a group is a block without s."""
+        kind, scale = self.kind, self.d[rows].float()
+        low = None if self.m is None else kind.low * self.m[rows].float()
+        if self.sub is None:
+            return scale, low
+        sub = self.sub[rows].view(*scale.shape, -1)
+        if kind.sub == SIGNED:
+            return (scale[..., None] * sub).flatten(1), None
+        bits = {NIBBLES: 4, BYTES: 8}[kind.sub]
+        scale = scale[..., None] * (sub & ((1 << bits) - 1))
+        return scale.flatten(1), (low[..., None] * (sub >> bits)).flatten(1)
+
+    def _values(self, codes: Tensor) -> Tensor:
         if self.table is not None:
             return self.table[codes.int()]
         values = codes.float()
@@ -106,37 +119,28 @@ class Packed:
             values.mul_(self.kind.step)
         return values.sub_(self.kind.offset) if self.kind.offset else values
 
-    def scales(self) -> tuple[Tensor, Tensor | None]:
-        """float32 [rows, groups]: what a value is multiplied by, and what is added; a group is a block without s."""
-        kind, rows = self.kind, self.rows
-        scale = self.d.float()
-        low = None if self.m is None else kind.low * self.m.float()
-        if self.sub is None:
-            return scale, low
-        sub = self.sub.view(rows, scale.shape[1], -1)
-        if kind.sub == SIGNED:
-            return (scale[..., None] * sub).flatten(1), None
-        bits = {NIBBLES: 4, BYTES: 8}[kind.sub]
-        scale = scale[..., None] * (sub & ((1 << bits) - 1))
-        return scale.flatten(1), (low[..., None] * (sub >> bits)).flatten(1)
-
 
 def pack(parts: Parts, kind: QuantType, dtype: torch.dtype, kernels: Kernels) -> Packed:
     """The held form of a matrix, on the device of its parts."""
-    rows, columns = parts.codes.shape
-    units = parts.codes.view(rows, columns // UNIT, FIELDS, LANES)
-    planes, at = [], 0
-    for bits in kind.planes:
-        plane = torch.zeros(rows, columns // UNIT, LANES, dtype=PLANE_TYPES[bits], device=units.device)
-        for field in range(FIELDS):
-            codes = (units[:, :, field] >> at) & ((1 << bits) - 1)
-            plane |= codes.to(plane.dtype) << (bits * field)
-        planes.append(plane)
-        at += bits
     sub = None if parts.sub is None else parts.sub.contiguous()
     m = None if parts.m is None else parts.m.contiguous()
-    table = torch.tensor(kind.table, dtype=torch.float32, device=units.device) if kind.table else None
-    return Packed(kind, columns, dtype, tuple(planes), parts.d.contiguous(), m, sub, table, kernels)
+    table = torch.tensor(kind.table, dtype=torch.float32, device=parts.codes.device) if kind.table else None
+    return Packed(
+        kind, parts.codes.shape[1], dtype, _planes(parts.codes, kind), parts.d.contiguous(), m, sub, table, kernels
+    )
+
+
+def _planes(codes: Tensor, kind: QuantType) -> tuple[Tensor, ...]:
+    """codes uint8 [rows, columns] -> `Packed.planes`"""
+    units = codes.view(codes.shape[0], -1, FIELDS, LANES)
+    planes, at = [], 0
+    for bits in kind.planes:
+        plane = torch.zeros(len(codes), units.shape[1], LANES, dtype=PLANE_TYPES[bits], device=codes.device)
+        for field in range(FIELDS):
+            plane |= ((units[:, :, field] >> at) & ((1 << bits) - 1)).to(plane.dtype) << (bits * field)
+        planes.append(plane)
+        at += bits
+    return tuple(planes)
 
 
 def pack_blocks(
@@ -186,16 +190,19 @@ class Mixed:
 
 def takes_four_bit(kind: QuantType, dtype: torch.dtype) -> bool:
     """Whether torch's 4-bit product for CPUs computes with such a matrix, and fast: not in other dtypes."""
-    return kind.planes == (4,) and kind.group == GROUP and not kind.table and kind.step == 1 and dtype == torch.bfloat16
+    return kind.group == GROUP and not kind.table and kind.step == 1 and dtype == torch.bfloat16
 
 
-def with_four_bit(matrix: Packed) -> Packed:
-    """The matrix with its codes in torch's 4-bit form too, where it has one and computes in bfloat16 on a CPU."""
-    if matrix.device.type != "cpu" or not takes_four_bit(matrix.kind, matrix.dtype):
+def multiplied(matrix: Tensor | Packed | Mixed) -> Tensor | Packed | Mixed:
+    """The matrix in the form that products with it are fastest in: torch's 4-bit one, where a CPU has that."""
+    if isinstance(matrix, Mixed):
+        return Mixed(tuple(map(multiplied, matrix.parts)))
+    if isinstance(matrix, Tensor) or matrix.device.type != "cpu" or not takes_four_bit(matrix.kind, matrix.dtype):
         return matrix
     scale, low = matrix.scales()
-    centre = (8 - matrix.kind.offset) * scale + (0 if low is None else low)
-    return replace(matrix, four=pack_four_bit(matrix.codes(), scale, centre))
+    centre = -matrix.kind.offset * scale + (0 if low is None else low)
+    four = pack_four_bit(matrix.codes(), scale, centre, sum(matrix.kind.planes))
+    return matrix if four is None else replace(matrix, planes=(), four=four)
 
 
 def multiply_by_slices(x: Tensor, matrix: Packed, out: Tensor) -> None:
@@ -203,15 +210,13 @@ def multiply_by_slices(x: Tensor, matrix: Packed, out: Tensor) -> None:
     if matrix.four is not None and len(x) <= FEW:
         out.copy_(matrix.four.multiply(x))
         return
-    row = 0
-    for part in matrix.slices():
-        out[:, row : row + part.rows] = F.linear(x, part.dequantise())
-        row += part.rows
+    for rows in matrix.slices():
+        out[:, rows] = F.linear(x, matrix.dequantise(rows))
 
 
 def rows_by_index(matrix: Packed, index: Tensor) -> Tensor:
     """The reference of `Kernels.rows_of`."""
-    return matrix.part(index).dequantise()
+    return matrix.dequantise(index)
 
 
 TORCH = Kernels(multiply_by_slices, rows_by_index)

@@ -213,10 +213,8 @@ def multiply(x: Tensor, matrix: Packed, out: Tensor) -> None:
     if x.shape[0] <= FEW:
         multiply_few(x, matrix, out)
         return
-    row = 0
-    for part in matrix.slices():
-        out[:, row : row + part.rows] = F.linear(x, dequantise(part))
-        row += part.rows
+    for rows in matrix.slices():
+        out[:, rows] = F.linear(x, dequantise(matrix.part(rows)))
 
 
 def rows_of(matrix: Packed, index: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.model.load import LoadedModel, open_model
 from engine.model.transformer import LayerWeights, Transformer, Weights
 from engine.ops.linear import Matrix
-from engine.ops.packed import TORCH, pack, with_four_bit
+from engine.ops.packed import TORCH, multiplied, pack
 from engine.weights.quant import TYPES
 from engine.weights.random_parts import random_parts
 from kvring_cli.models import resolve
@@ -44,7 +44,7 @@ def stand_in(size: Size, device: torch.device, dtype: torch.dtype, *, four_bit: 
 
     def packed(rows: int, columns: int) -> Matrix:
         parts = random_parts(TYPES["Q4_0"], rows, columns, columns**-0.5, generator)
-        return with_four_bit(pack(parts, TYPES["Q4_0"], dtype, TORCH))
+        return multiplied(pack(parts, TYPES["Q4_0"], dtype, TORCH))
 
     q, kv = size.heads * size.head_dim, size.kv_heads * size.head_dim
     shapes = {
