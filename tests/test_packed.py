@@ -157,9 +157,9 @@ def test_the_cpus_four_bit_form_errs_as_rounding_to_bfloat16_does_and_keeps_ever
     index = torch.tensor([191, 0, 77, 64])
     assert torch.equal(TORCH.rows_of(matrix, index), plain.dequantise()[index])
     for count in (1, 3, 40):
-        x = torch.randn(count, matrix.columns).bfloat16()
+        x = torch.randn(count, matrix.columns, generator=torch.Generator().manual_seed(count)).bfloat16()
         wanted = x.float() @ values(raw, kind).T
-        assert furthest(linear(x, matrix), wanted) < 1.5 * max(furthest(x @ plain.dequantise().T, wanted), 4e-3)
+        assert furthest(linear(x, matrix), wanted) < 8e-3  # 2^-9 for each: scales, weights, two sums
 
 
 # --- models -----------------------------------------
