@@ -16,6 +16,7 @@ import torch
 from engine.config import PAGE, EngineConfig, RecallParams, SamplingParams
 from engine.engine import Engine
 from engine.errors import ConfigError
+from engine.pauses import exempt_loaded
 from engine.model.load import LoadedModel
 from gates.floors import Floors
 
@@ -61,6 +62,7 @@ class Bench:
     def engine(self, **settings: object) -> Engine:
         engine = Engine.load(replace(self.config, **settings), self.model)
         self.model = engine.model
+        exempt_loaded()
         return engine
 
     def decode(self, contexts: list[int], mode: str, tokens: int, fill: str) -> Iterator[Row]:

@@ -113,12 +113,14 @@ def start(resolved: Resolved, verbose: bool) -> Engine:
     record = Record(resolved)
     with console.err().status(f"loading {resolved.config.model}"):
         from engine.engine import Engine
+        from engine.pauses import exempt_loaded
 
         try:
             engine = Engine.load(resolved.config, say=_log if verbose else lambda line: None)
         except BaseException as error:
             record.end(error)
             raise
+    exempt_loaded()
     record.ready(engine, capacity_lines(engine))
     if engine.backend.degraded:
         console.warn(f"{engine.backend.degraded}; {engine.backend.name} serves instead")

@@ -24,7 +24,7 @@ from engine.errors import EngineError
 from engine.model import random
 from engine.model.load import load_model
 from engine.model.sizes import Sizes
-from engine.ops import triton_matvec
+from engine.ops.follow import LEAST_CAPABILITY
 from engine.ops.packed_kernels import disagreement
 from engine.triton_runner import TritonRunner
 from engine.weights.quant import TYPES
@@ -59,13 +59,15 @@ def compile_instead(function: JITFunction, grid):
     """What `function[grid]` gives from now on."""
 
     def launch(*args, **kwargs):
+        arch = triton.runtime.driver.active.get_current_target().arch
+        if "FOLLOW" in kwargs and arch >= 10 * LEAST_CAPABILITY[0]:
+            kwargs |= {"FOLLOW": True, "launch_pdl": True}
         try:
             function.run(*args, grid=grid, warmup=True, **kwargs)
         except Exception as error:
             constants = {name: value for name, value in kwargs.items() if isinstance(value, int | bool)}
-            target = triton.runtime.driver.active.get_current_target().arch
             text = f"{type(error).__name__}: {str(error)[-1500:]}"
-            sys.exit(f"{function.fn.__name__} does not compile for sm{target} with {constants}: {text}")
+            sys.exit(f"{function.fn.__name__} does not compile for sm{arch} with {constants}: {text}")
         compiled[function.fn.__name__] += 1
 
     return launch
@@ -106,9 +108,6 @@ def drive(shape: Sizes, dtype: torch.dtype) -> None:
             engine.complete(prepared)
     # What only a card is asked for.
     made[0].built._store_pages(torch.zeros(shape.layers, 1, dtype=torch.int64), [0])
-    weights, row = model.transformer.weights.layers[0], torch.zeros(1, shape.hidden, dtype=dtype)
-    triton_matvec.matvec(row, weights.qkv, weights.qkv_bias)
-    triton_matvec.gated(row, weights.gate_up)
     engine.close()
 
 

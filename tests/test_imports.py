@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 ORDER = [
     ("engine.errors", "engine.units"),
-    ("engine.config", "engine.conflicts", "engine.switches", "engine.limits", "engine.kernel_cache"),
+    ("engine.config", "engine.conflicts", "engine.switches", "engine.limits", "engine.kernel_cache", "engine.pauses"),
     ("engine.platform", "engine.routes", "engine.device_profile"),
     ("engine.weights", "engine.text"),
     ("engine.ops",),

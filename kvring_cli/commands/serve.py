@@ -128,6 +128,7 @@ def _serve(
 
     def load(loaded: Any) -> Any:
         from engine.engine import Engine
+        from engine.pauses import exempt_loaded
 
         engine = Engine.load(resolved.config, loaded, say=lambda line: console.say(f"start | {line}"))
         faults = [engine.backend.degraded, *engine.capacity.notes, engine.unpinned(wait=True)] if strict else []
@@ -136,6 +137,7 @@ def _serve(
             raise ConfigError(
                 f"--strict: {next(filter(None, faults))}", "mend it, ask for what fits, or leave --strict out"
             )
+        exempt_loaded()
         return engine
 
     service = Service(load, settings, RequestLog(request_log, record.request))
