@@ -43,6 +43,7 @@ from engine.platform import Platform, this_platform
 from engine.prefix import PrefixIndex
 from engine.prepare import Prepared
 from engine.recall.digest import KIND_OF, Digests, digest_token_bytes
+from engine.recall.recall import Look
 from engine.result import Progress, Result, Token
 from engine.runner import Runner
 from engine.scheduler import HIDING
@@ -241,6 +242,18 @@ class Engine:
         """`generate` to its end, only the Result."""
         *_, result = self.generate(prepared)
         return result
+
+    def looks(self, prepared: Prepared) -> list[Look]:
+        """Serve a request, and tell what each layer saw in each step that recalled; the steps are the host's."""
+        with self._turn:
+            session = self.admit(prepared)
+            session.recall.looks = found = []
+            while not session.done:
+                self.step()
+        for event in session.outbox:
+            if isinstance(event, BaseException):
+                raise event
+        return found
 
     def warm_up(self) -> None:
         """Compute one real token, uncounted, so that the first request doesn't pay for what is made on first use."""

@@ -53,6 +53,15 @@ class RecallSettings:
         return ":".join(parts + (["compact"] if self.compact else []))
 
 
+@dataclass(frozen=True)
+class Look:
+    """What one layer saw in one step: past pages (logical, ascending), and of every past page its score by KV head."""
+
+    layer: int
+    window: np.ndarray
+    scores: np.ndarray | None  # float [kv_head, past]; None: nothing was scored
+
+
 @dataclass
 class Recall:
     """State of one request. `digests` and `load` belong to the engine; the rest is this request's own."""
@@ -66,6 +75,8 @@ class Recall:
     pages_selected: int = 0
     lexical_matches: int = 0  # pages that share a token run with the question
     kept: Tensor | None = None  # a backend's own record of the last selection: bool-like [layer, page], on its device
+    looks: list[Look] | None = None  # kept for who wants to know what became of them
+    _scored: np.ndarray | None = None
     _lexical: np.ndarray | None = None
     _held: dict[int, np.ndarray] = field(default_factory=dict)
     _spans: dict[int, Span] = field(default_factory=dict)
@@ -136,6 +147,8 @@ class Recall:
         self._held[layer], self._spans[layer] = chosen.pages, span
         self.selections += 1
         self.pages_selected += len(chosen.pages)
+        if self.looks is not None:
+            self.looks.append(Look(layer, span.window(chosen.pages), self._scored))
         return chosen
 
     def eligible(self, span: Span) -> np.ndarray:
@@ -152,6 +165,7 @@ class Recall:
             scores = self._padded(self._fixed.get(layer), len(pages))
         elif scorer in KIND_OF:
             scores = self._score_keys(layer, plain, turned, pages, farthest)
+        self._scored = scores
         lexical, quota = self.lexical(len(pages), budget)
         if scores is None and lexical is None:
             return EMPTY

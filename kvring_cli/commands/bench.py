@@ -1,8 +1,8 @@
 """`kvring bench`: measure on this machine.
 
-`scorers`: hits by scorer, task and budget; `speed`: rates; `rates`: the same over context lengths, beside this
-machine's floors; `sharing`: what clients that begin alike hold; `load`: a crowd of clients against a real server;
-`beyond`: one request far beyond the pool.
+`scorers`: hits by scorer, task and budget; `eviction`: fetches by who leaves the pool; `speed`: rates; `rates`: the
+same over context lengths, beside this machine's floors; `context`: what a longer context costs; `sharing`: what
+clients that begin alike hold; `load`: a crowd of clients against a real server; `beyond`: one far beyond the pool.
 """
 
 from __future__ import annotations
@@ -109,6 +109,35 @@ def sharing(
     console.write(f"| {clients} clients, {prefix:,} tokens alike | sharing on | sharing off |\n| --- | --- | --- |\n")
     for name, cells in rows.items():
         console.write(f"| {name} | {' | '.join(cells)} |\n")
+
+
+@bench.command()
+@engine_options
+def eviction(
+    model: ModelOption = "phantom",
+    tasks: Annotated[str, typer.Option("--tasks", help="Of the gates' tasks, with commas.")] = "keyed,disjoint",
+    questions: Annotated[int, typer.Option("--questions", min=1, help="Asked in turn of one document.")] = 6,
+    verbose: Verbose = False,
+    *,
+    flags: Flags,
+) -> None:
+    """Pages fetched a step, by what leaves a full pool: least recently used, or of least mass. Prints a table."""
+    from gates.context import load_context
+    from gates.eviction import POLICIES, compare
+    from gates.multi_needle import POOL
+    from gates.options import GateOptions
+    from kvring_cli.start import settle
+
+    config = settle(model, flags, verbose).config
+    pool = config.kv_capacity or POOL
+    with GateProgress("eviction") as progress:
+        context = load_context(config, GateOptions(), progress)
+        rows = compare(context, pool, config.retrieve_share, tasks.split(","), questions)
+    console.write(f"| pool {pool:,}, selection {config.retrieve_share} % | {' | '.join(POLICIES)} |\n")
+    console.write(f"| --- |{' --- |' * len(POLICIES)}\n")
+    for row in rows:
+        cells = " | ".join(f"{row.misses[name]:.1f}" for name in POLICIES)
+        console.write(f"| {row.task}, {row.steps} steps, {row.spare} slots beside the largest window | {cells} |\n")
 
 
 @bench.command()
