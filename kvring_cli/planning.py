@@ -74,7 +74,8 @@ class Plan:
             return f"{self.shape.name} does not fit: {self.refusal}"
         return (
             f"context {self.capacity.context:,} tokens (largest that fits: {self.largest:,}), pool "
-            f"{self.capacity.pool_pages * PAGE:,} tokens, host store {format_bytes(self.capacity.host_bytes)} of {self.capacity.kv}"
+            f"{self.capacity.pool_pages * PAGE:,} tokens, "
+            f"host store {format_bytes(self.capacity.host_bytes)} of {self.capacity.kv}"
         )
 
     def as_json(self) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -150,6 +152,17 @@ def test_a_context_that_no_dtype_holds_is_refused_with_the_largest_of_the_small_
             ),
         )
     assert "--max-context" in refused.value.fix
+
+
+def test_an_engine_that_ram_holds_only_in_codes_starts_in_them_and_says_so(phantom):
+    said = []
+    config = EngineConfig(model="", max_context=32768, kv_capacity=2048, ram_limit_bytes=GIB + (100 << 20))
+    engine = Engine(config, phantom, say=said.append)
+    assert engine.stats()["kv_dtype"] == engine.capacity.kv == "k8v4" and engine.stats()["host_bytes"] < 100 << 20
+    assert any(line.startswith("kv k8v4 (auto: 32,768 tokens in fp32 are 128 MiB") for line in said), said
+    engine.close()
+    with pytest.raises(ConfigError, match="128 MiB"):
+        Engine(replace(config, kv_dtype="fp32"), phantom)
 
 
 @pytest.mark.parametrize("name", KV)

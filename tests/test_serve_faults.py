@@ -223,7 +223,8 @@ def test_metrics_are_prometheus_text_with_the_engines_counters(live):
 def test_totals_count_what_clients_asked_and_refusals_at_the_door(phantom):
     with served(phantom, ServeSettings(api_key="k")) as live:
         live.http.headers["Authorization"] = "Bearer k"
-        assert live.http.get("/v1/ring").json()["totals"]["requests"] == 0  # the warm-up was nobody's
+        ring = live.http.get("/v1/ring").json()
+        assert ring["kv_dtype"] == "fp32" and ring["totals"]["requests"] == 0  # the warm-up was nobody's
         error(live.http.get("/v1/models", headers={"Authorization": "Bearer x"}), 401, "invalid_api_key")
         live.chat("Hello")
         live.wait(lambda: live.http.get("/v1/ring").json()["totals"]["requests"] == 1)

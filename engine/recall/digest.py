@@ -22,6 +22,8 @@ from engine.kv.page import KVShape
 from engine.ops.rope import Rotary
 
 SUBPAGE = 16
+AT_ONCE = 256
+"""Pages whose keys are laid out at once: bounds the workspace, whatever the context."""
 KIND_OF = {"fused": "token", "token": "token", "subpage": "subpage", "bounds": "bounds", "mean": "mean"}
 """Scorers that read keys, and the digest each of them reads."""
 
@@ -90,11 +92,13 @@ class Digests:
         missing = pages[~self._made[kind][pages]]
         if len(missing) == 0:
             return
-        index = torch.from_numpy(missing.astype(np.int64)).to(self.device)
-        for layer in range(self.shape.layers):
-            made = self._make(kind, self.shape.decode(load(layer, missing))[:, 0])
-            for store, part in zip(self._store[kind], made, strict=True):
-                store[layer].index_copy_(0, index, part)
+        for start in range(0, len(missing), AT_ONCE):
+            some = missing[start : start + AT_ONCE]
+            index = torch.from_numpy(some.astype(np.int64)).to(self.device)
+            for layer in range(self.shape.layers):
+                made = self._make(kind, self.shape.decode(load(layer, some))[:, 0])
+                for store, part in zip(self._store[kind], made, strict=True):
+                    store[layer].index_copy_(0, index, part)
         self._made[kind][missing] = True
 
     def store(self, kind: str) -> tuple[Tensor, ...]:
