@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engine.config import PAGE, EngineConfig, RecallParams, SamplingParams
 from engine.engine import Engine
@@ -17,6 +19,7 @@ from engine.kv.tail import SNAPSHOTS, TAILS
 from engine.model.load import LoadedModel, load_model
 from engine.model.random import SHAPES, random_model
 from engine.model.sizes import Sizes
+from engine.ops.sliding import attend_window
 from gates.bare import stops, with_template
 from kvring_cli.planning import Place, make_plan
 from kvring_cli.shapes import shape_of
@@ -65,6 +68,23 @@ def test_a_folder_gives_the_logits_of_transformers(name: str, tmp_path: Path) ->
     assert furthest(dense_logits(loaded.transformer, tokens), reference_logits(model, tokens)) < TOLERANCE
 
 
+@settings(max_examples=80, deadline=None)
+@given(st.integers(1, 300), st.integers(0, 400), st.integers(1, 130), st.sampled_from([(4, 2), (3, 1)]))
+def test_a_token_sees_itself_and_so_many_before_it(rows, before, window, heads):
+    random = torch.Generator().manual_seed(rows * before + window)
+    q, keys, values = (
+        torch.randn(*size, generator=random)
+        for size in ((rows, heads[0], 16), (heads[1], before + rows, 16), (heads[1], before + rows, 16))
+    )
+    got = attend_window(q, keys, values, window, 0.3)
+    distance = torch.arange(before, before + rows)[:, None] - torch.arange(before + rows)[None, :]
+    group = heads[0] // heads[1]
+    scores = torch.einsum("thd,hsd->hts", q, keys.repeat_interleave(group, 0)) * 0.3
+    scores.masked_fill_((distance < 0) | (distance >= window), float("-inf"))
+    wanted = torch.einsum("hts,hsd->thd", scores.softmax(-1), values.repeat_interleave(group, 0))
+    assert (got - wanted).abs().max() < 1e-5
+
+
 @pytest.fixture(scope="module")
 def oracle():
     return tiny_model("gemma3", num_key_value_heads=1, **SIX)
@@ -80,9 +100,9 @@ def make(gemma: LoadedModel) -> Iterator[Callable[..., Engine]]:
     """make(kv_capacity=..., ...): a small ring over the tiny Gemma, audited at the end."""
     made: list[Engine] = []
 
-    def build(**settings: object) -> Engine:
-        settings = {"max_context": 2048, "kv_capacity": 12 * PAGE, "prefill_chunk": 192, "sink": 64, **settings}
-        made.append(Engine(EngineConfig(model="", **settings), gemma))
+    def build(**changes: object) -> Engine:
+        wanted = {"max_context": 2048, "kv_capacity": 12 * PAGE, "prefill_chunk": 192, "sink": 64, **changes}
+        made.append(Engine(EngineConfig(model="", **wanted), gemma))
         return made[-1]
 
     yield build
@@ -91,7 +111,8 @@ def make(gemma: LoadedModel) -> Iterator[Callable[..., Engine]]:
         engine.close()
 
 
-TOKENS = random_tokens(1100, 290)
+TOKENS = random_tokens(1500, 290)
+"""More than a tail has room for, so that it moves its window together on the way."""
 
 
 @pytest.mark.parametrize("chunk", [64, 192, 1024])
@@ -182,7 +203,8 @@ def test_where_prompts_part_the_third_resumes(make):
 
 
 def test_two_at_once_share_their_prefix_and_answer_as_alone(make):
-    engine, alone = make(max_context=4096, host_kv_bytes="auto"), make(reuse=False, max_context=4096)
+    sizes = {"max_context": 4096, "kv_capacity": 3072}
+    engine, alone = make(host_kv_bytes="auto", **sizes), make(reuse=False, **sizes)
     prompts = [[*TOKENS[:700], *random_tokens(150, 290, seed)] for seed in (1, 2)]
     sessions = [admitted(engine, prompt, **EXACTLY) for prompt in prompts]
     while engine.step():
