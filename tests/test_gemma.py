@@ -320,3 +320,31 @@ def test_a_model_without_a_template_is_asked_in_plain_text_and_its_answer_ends_w
     assert bare.tokenizer.decode(encoded.ids[slice(*encoded.spans[2])], specials=True).strip() == "<|im_end|> Who?"
     assert stops(bare) == ("\n",)
     assert with_template(phantom) is phantom and stops(phantom) == ()
+
+
+@pytest.mark.parametrize("form", ["bf16", "k8v4"])
+@pytest.mark.parametrize("mode", ["recall", "window"])
+def test_recall_and_window_serve_what_is_larger_than_the_pool(make, mode, form):
+    engine = make(kv_dtype=form)
+    result = answered(engine, TOKENS, prefill=mode, decode=mode)
+    assert result.recall.over_pool and result.recall.hidden_pages > 0
+    assert (result.recall.pages_selected > 0) == (mode == "recall")
+    assert answered(engine, TOKENS, prefill=mode, decode=mode).usage.cached == 1472
+
+
+def test_compact_positions_are_absolute_ones_while_all_fits(make):
+    dense = make(ring="off", kv_capacity=None).logits(TOKENS[:700])
+    assert torch.equal(make(positions="compact").logits(TOKENS[:700]), dense)
+    engine = make(positions="compact", max_context=8192)
+    result = answered(engine, random_tokens(4500, 290), prefill="recall", decode="recall")
+    assert result.usage.prompt > engine.model.config.trained_context and result.recall.over_pool
+
+
+def test_where_kernels_would_serve_it_says_that_torch_does(gemma):
+    pytest.importorskip("triton", reason="triton has no wheel here")
+    from engine.triton_runner import TritonCandidate
+
+    backends = (lambda runner: TritonCandidate(runner, (9, 0)),)
+    engine = Engine(EngineConfig(model="", max_context=512), gemma, backends=backends)
+    assert engine.backend.name == "torch-cpu" and "layers that slide" in engine.degraded
+    engine.close()
