@@ -16,7 +16,7 @@ from engine.device import resolve_device, resolve_dtype, set_threads
 from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.model.load import LoadedModel, load_model
-from gates.bare import is_bare, with_template
+from gates.bare import is_bare, to_go_on_from, with_template
 from gates.filler import Filler, read_filler
 from gates.haystack import TASKS, Counter, Document, build
 from gates.options import GateOptions
@@ -72,6 +72,7 @@ class Context:
             built = build(kind, tokens, self.counter, seed, filler=self.filler if own else "prose", **seam, **more)
         except ValueError as error:
             raise ConfigError(str(error), "--length with more tokens, or another --haystack") from None
+        built = to_go_on_from(built, self.counter) if is_bare(self.model) else built
         return replace(built, task=task)
 
     def fitted(self, tokens: int, report: Report, room: int = ROOM) -> int:
@@ -106,7 +107,7 @@ class Context:
             "torch": torch.__version__,
             "prefill": self.prefill,
             "seeds": list(self.options.seed_numbers),
-            **({"template": "none of the model's own: a question, and Answer:"} if is_bare(self.model) else {}),
+            **({"template": "none: facts are begun, to be gone on with"} if is_bare(self.model) else {}),
             "haystack": "own text" if self.options.haystack else "prose",
             "kvring": _version(),
             "settings": changed,

@@ -20,7 +20,8 @@ from engine.model.load import LoadedModel, load_model
 from engine.model.random import SHAPES, random_model
 from engine.model.sizes import Sizes
 from engine.ops.sliding import attend_window
-from gates.bare import stops, with_template
+from gates.bare import stops, to_go_on_from, with_template
+from gates.haystack import Counter, build
 from kvring_cli.planning import Place, make_plan
 from kvring_cli.shapes import shape_of
 from tests.gguf_models import from_gguf
@@ -311,14 +312,24 @@ def test_the_real_270m_gives_the_logits_that_transformers_reads_from_its_gguf():
     assert (ours.argmax(-1) == theirs.argmax(-1)).all()
 
 
+def counter(model: LoadedModel) -> Counter:
+    chat, tokenizer = model.chat, model.tokenizer
+    return Counter(lambda text: len(tokenizer.encode(text)), lambda messages: len(chat.encode(messages, tokenizer).ids))
+
+
 def test_a_model_without_a_template_is_asked_in_plain_text_and_its_answer_ends_with_the_line(gemma, phantom):
     bare = with_template(replace(gemma, chat=None))
     turns = [("user", "A book.\n\nWhat?"), ("assistant", "42."), ("user", "<|im_end|> Who?")]
     messages = [{"role": role, "content": content} for role, content in turns]
+    document = build("keyed", 600, counter(bare), 1, asked=2)
+    begun = to_go_on_from(document, counter(bare))
+    for fact, question in zip(document.asked, (fact.question for fact in begun.asked), strict=True):
+        assert fact.text.startswith(question) and fact.expected not in question and fact.key.lower() in question.lower()
+        assert begun.where(next(new for new in begun.asked if new.key == fact.key)).span == document.where(fact).span
     assert bare.chat.render(messages) == "A book.\n\nWhat?\nAnswer: 42.\n\n<|im_end|> Who?\nAnswer:"
     encoded = bare.chat.encode(messages, bare.tokenizer)
     assert bare.tokenizer.decode(encoded.ids[slice(*encoded.spans[2])], specials=True).strip() == "<|im_end|> Who?"
-    assert stops(bare) == ("\n",)
+    assert stops(bare) == ("\n", ".")
     assert with_template(phantom) is phantom and stops(phantom) == ()
 
 
