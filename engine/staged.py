@@ -26,8 +26,9 @@ from engine.ops.triton_layers import merge_into
 from engine.ops.upload import upload
 
 UNITS = 128
-COLD_UNITS = 16
-"""Programs that lay out a segment with cold pages: enough for PCIe, few beside the attention that runs meanwhile."""
+COLD_UNITS = 12
+"""Programs that lay out a segment with cold pages: nearly enough for PCIe, and few, for attention runs beside them and
+needs whole multiprocessors."""
 
 
 class Stager:

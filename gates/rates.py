@@ -16,8 +16,8 @@ import torch
 from engine.config import PAGE, EngineConfig, RecallParams, SamplingParams
 from engine.engine import Engine
 from engine.errors import ConfigError
-from engine.pauses import exempt_loaded
 from engine.model.load import LoadedModel
+from engine.pauses import exempt_loaded
 from gates.floors import Floors
 
 Say = Callable[[str], None]

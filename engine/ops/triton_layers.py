@@ -79,28 +79,36 @@ def _head_norm(
     k_stride,
     eps,
     HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
     FOLLOW: tl.constexpr,
 ):
     await_results(FOLLOW)
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    at = tl.arange(0, WIDE)
-    inside = at < DIM
-    if head < HEADS:
-        where = q + token * q_stride + head * DIM + at
-        w = tl.load(q_weight + at, mask=inside, other=0.0).to(tl.float32)
+    token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at, head = tl.arange(0, WIDE), tl.arange(0, BLOCK)
+    Q_BLOCKS: tl.constexpr = (HEADS + BLOCK - 1) // BLOCK
+    if block < Q_BLOCKS:
+        head += block * BLOCK
+        exists, base, weight = head < HEADS, q + token * q_stride, q_weight
     else:
-        where = k + token * k_stride + (head - HEADS) * DIM + at
-        w = tl.load(k_weight + at, mask=inside, other=0.0).to(tl.float32)
+        head += (block - Q_BLOCKS) * BLOCK
+        exists, base, weight = head < KV_HEADS, k + token * k_stride, k_weight
+    inside = exists[:, None] & (at < DIM)[None, :]
+    where = base + head[:, None] * DIM + at[None, :]
+    w = tl.load(weight + at, mask=at < DIM, other=0.0).to(tl.float32)[None, :]
     x = tl.load(where, mask=inside, other=0.0).to(tl.float32)
-    tl.store(where, (x * tl.rsqrt(tl.sum(x * x, 0) / DIM + eps) * w).to(q.dtype.element_ty), mask=inside)
+    scale = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)
+    tl.store(where, (x * scale[:, None] * w).to(q.dtype.element_ty), mask=inside)
 
 
 def head_norm(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """RMS norm of each head of q [T, heads, dim] and k [T, kv_heads, dim], in place; heads of a token lie together."""
     tokens, heads, dim = q.shape
-    _head_norm[(tokens, heads + k.shape[1])](
+    kv_heads = k.shape[1]
+    block = 1 if tokens == 1 else 8  # one token's heads are done side by side
+    _head_norm[(tokens, triton.cdiv(heads, block) + triton.cdiv(kv_heads, block))](
         q,
         k,
         q_weight,
@@ -109,8 +117,10 @@ def head_norm(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: flo
         k.stride(0),
         eps,
         HEADS=heads,
+        KV_HEADS=kv_heads,
         DIM=dim,
         WIDE=triton.next_power_of_2(dim),
+        BLOCK=block,
         num_warps=1,
         **follow(q),
     )
