@@ -19,7 +19,7 @@ from engine.model.config import ModelConfig
 from engine.model.packing import Packing
 from engine.model.transformer import LayerWeights, Weights
 from engine.ops.linear import Matrix
-from engine.ops.packed import Mixed, Packed, multiplied, pack_blocks, stack
+from engine.ops.packed import Mixed, Packed, pack_blocks, stack
 from engine.weights.names import layer_names
 from engine.weights.source import WeightSource
 
@@ -96,24 +96,21 @@ def assemble(config: ModelConfig, source: WeightSource, layout: Layout, packing:
                 piece.copy_(ordered)
         return whole
 
-    def packed(names: dict[str, str], part: str) -> Packed:
+    def packed(names: dict[str, str], part: str, multiply: bool) -> Packed:
         kind = packing.kind(source, names[part])
         raw = layout.reorder(part, source.raw(names[part]))
-        return pack_blocks(raw, kind, packing.dtype, packing.device, packing.kernels[kind.name])
+        return pack_blocks(raw, kind, packing.dtype, packing.device, packing.kernels[kind.name], multiply=multiply)
 
-    def matrix(names: dict[str, str], *parts: str) -> Matrix:
+    def matrix(names: dict[str, str], *parts: str, multiply: bool = True) -> Matrix:
         """The parts, stacked by rows: neighbours of one form are one piece."""
         pieces: list[Tensor | Packed] = []
         for kind, group in groupby(parts, lambda part: packing.kind(source, names[part])):
-            same = list(group)
             if kind is None:
-                pieces.append(load(names, *same))
-            else:
-                pieces.append(stack([packed(names, part) for part in same]))
+                pieces.append(load(names, *group))
+                continue
+            found = [packed(names, part, multiply) for part in group]
+            pieces += [stack(list(same)) for _, same in groupby(found, lambda piece: piece.four is None)]
         return pieces[0] if len(pieces) == 1 else Mixed(tuple(pieces))
-
-    def product(names: dict[str, str], *parts: str) -> Matrix:
-        return multiplied(matrix(names, *parts))
 
     def norm(names: dict[str, str], part: str, present: bool = True) -> Tensor | None:
         """In the model's dtype, or in float32 where the model's norms are."""
@@ -133,11 +130,11 @@ def assemble(config: ModelConfig, source: WeightSource, layout: Layout, packing:
         layers.append(
             LayerWeights(
                 attention_norm=norm(names, "attention_norm"),
-                qkv=product(names, "q", "k", "v"),
-                o=product(names, "o"),
+                qkv=matrix(names, "q", "k", "v"),
+                o=matrix(names, "o"),
                 mlp_norm=norm(names, "mlp_norm"),
-                gate_up=product(names, "gate", "up"),
-                down=product(names, "down"),
+                gate_up=matrix(names, "gate", "up"),
+                down=matrix(names, "down"),
                 qkv_bias=maybe(config.attention_bias, names, "q_bias", "k_bias", "v_bias"),
                 o_bias=maybe(config.output_bias, names, "o_bias"),
                 q_norm=norm(names, "q_norm", config.qk_norm),
@@ -148,21 +145,20 @@ def assemble(config: ModelConfig, source: WeightSource, layout: Layout, packing:
                 down_bias=maybe(config.mlp_bias, names, "down_bias"),
             )
         )
-    embed = matrix(layout.top, "embed")
-    head = embed
-    if not config.tied or layout.top["head"] in source.shapes:
+    alone = config.tied and layout.top["head"] not in source.shapes
+    embed = head = matrix(layout.top, "embed", multiply=alone)
+    if not alone:
         head = matrix(layout.top, "head")
         if config.tied and _equal(head, embed):  # a file may hold the embedding twice, and transformers unties
-            head = embed  # those whose copies differ
-    tied, head = head is embed, multiplied(head)
-    embed = head if tied else embed
+            embed = head  # those whose copies differ
     return Weights(embed=embed, layers=tuple(layers), norm=norm(layout.top, "norm"), head=head)
 
 
 def _equal(one: Tensor | Packed, other: Tensor | Packed) -> bool:
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
-    return one.kind is other.kind and all(map(torch.equal, one.tensors, other.tensors))
+    rows = one.slices()
+    return one.kind is other.kind and all(torch.equal(one.dequantise(some), other.dequantise(some)) for some in rows)
 
 
 def check_table(config: ModelConfig, source: WeightSource, layout: Layout) -> None:

@@ -17,6 +17,7 @@ from engine.model.config import ModelConfig
 from engine.model.gemma import LOCAL_THETA, every_but_sixth, gemma_fields
 from engine.model.sizes import PUBLISHED, Sizes
 from engine.model.transformer import LayerWeights, Transformer, Weights
+from engine.ops.four_bit import BLOCK
 from engine.ops.linear import Matrix
 from engine.ops.packed import TORCH, Kernels, multiplied, pack, stack
 from engine.ops.rope import RopeConfig
@@ -85,10 +86,11 @@ def random_model(
                 f"rows of {columns} are no whole blocks of {kind.block}, which {kind.name} needs", "--weights q8_0"
             )
         pieces = []
-        for row in range(0, rows, step := max(1, _PIECE // columns)):
+        for row in range(0, rows, step := max(1, _PIECE // columns // BLOCK) * BLOCK):
             parts = random_parts(kind, min(step, rows - row), columns, _SPREAD, random)
-            pieces.append(pack(parts, kind, dtype, kernels))
-        return multiplied(stack(pieces))
+            piece = pack(parts, kind, dtype, kernels)
+            pieces.append(multiplied(piece) if rows % BLOCK == 0 else piece)
+        return stack(pieces)
 
     def ones(size: int) -> Tensor:
         return torch.ones(size, dtype=torch.float32 if gemma else dtype, device=device)

@@ -7,6 +7,7 @@ than four bits are two such matrices: 16 high + low.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -18,7 +19,6 @@ FEW = 16
 """Rows of x up to which it is faster than dequantising and multiplying (SmolLM2's matrices, two EPYC cores)."""
 BLOCK = 64
 """Rows that torch's kernel packs together; a piece of the matrix is a number of blocks."""
-_PIECE = 1 << 20  # codes that are packed at once
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,13 @@ def pack_four_bit(codes: Tensor, scale: Tensor, centre: Tensor, bits: int) -> Fo
     return found if torch.equal(found.codes(slice(0, BLOCK)), codes[:BLOCK]) else None
 
 
+def stack_four_bit(pieces: Sequence[FourBit]) -> FourBit:
+    """Matrices of whole blocks, one below the other."""
+    packed = (torch.cat(parts) for parts in zip(*(piece.packed for piece in pieces), strict=True))
+    scales = (torch.cat(parts, 1) for parts in zip(*(piece.scales for piece in pieces), strict=True))
+    return FourBit(tuple(packed), tuple(scales), pieces[0].bias)
+
+
 @cache
 def order() -> Tensor | None:
     """int64 [64]: where each row of a block lies among its nibbles, low halves first; None where there is no kernel.
@@ -84,12 +91,7 @@ def _scales(scale: Tensor, centre: Tensor) -> Tensor:
 
 
 def _pack(digit: Tensor) -> Tensor:
-    step = max(1, _PIECE // digit.shape[1] // BLOCK) * BLOCK
-    pack = torch.ops.aten._convert_weight_to_int4pack_for_cpu
-    out = torch.empty(digit.shape[0], digit.shape[1] // 2, dtype=torch.uint8)
-    for row in range(0, digit.shape[0], step):
-        out[row : row + step] = pack(digit[row : row + step].int(), 1)
-    return out
+    return torch.ops.aten._convert_weight_to_int4pack_for_cpu(digit.int(), 1)
 
 
 def _nibbles(blocks: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.ops.four_bit import BLOCK, FEW, GROUP, FourBit, pack_four_bit
+from engine.ops.four_bit import BLOCK, FEW, GROUP, FourBit, pack_four_bit, stack_four_bit
 from engine.weights.quant import BYTES, NIBBLES, SIGNED, Parts, QuantType
 
 UNIT, LANES, FIELDS = 32, 4, 8
@@ -144,33 +144,40 @@ def _planes(codes: Tensor, kind: QuantType) -> tuple[Tensor, ...]:
 
 
 def pack_blocks(
-    raw: Tensor, kind: QuantType, dtype: torch.dtype, device: torch.device, kernels: Kernels | None = None
+    raw: Tensor,
+    kind: QuantType,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: Kernels | None = None,
+    *,
+    multiply: bool = True,
 ) -> Packed:
     """raw: uint8 [rows, bytes of a row] as a GGUF file holds them. Taken apart in slices, to need little beside it.
 
-    kernels: left out, the reference's.
+    kernels: left out, the reference's. multiply: in the form that products are fastest in, not look-ups.
     """
     columns = raw.shape[1] // kind.block_bytes * kind.block
-    step = max(1, SLICE["cuda" if device.type == "cuda" else "cpu"] * 4 // columns)
+    step = max(1, SLICE[device.type] // columns // BLOCK) * BLOCK
     pieces = []
     for row in range(0, len(raw), step):
         blocks = raw[row : row + step].to(device).view(-1, columns // kind.block, kind.block_bytes)
-        pieces.append(pack(kind.read(blocks), kind, dtype, kernels or TORCH))
+        piece = pack(kind.read(blocks), kind, dtype, kernels or TORCH)
+        pieces.append(multiplied(piece) if multiply and len(raw) % BLOCK == 0 else piece)
     return stack(pieces)
 
 
 def stack(pieces: Sequence[Packed]) -> Packed:
-    """Matrices of one type and width, one below the other."""
+    """Matrices of one type, form and width, one below the other."""
     if len(pieces) == 1:
         return pieces[0]
-    first = pieces[0]
 
-    def joined(tensors: list[Tensor | None]) -> Tensor | None:
+    def joined(name: str) -> Tensor | None:
+        tensors = [getattr(piece, name) for piece in pieces]
         return None if tensors[0] is None else torch.cat(tensors)
 
     planes = tuple(torch.cat(planes) for planes in zip(*(piece.planes for piece in pieces), strict=True))
-    d, m, sub = (joined([getattr(piece, name) for piece in pieces]) for name in ("d", "m", "sub"))
-    return replace(first, planes=planes, d=d, m=m, sub=sub)
+    four = None if pieces[0].four is None else stack_four_bit([piece.four for piece in pieces])
+    return replace(pieces[0], planes=planes, d=joined("d"), m=joined("m"), sub=joined("sub"), four=four)
 
 
 @dataclass(frozen=True)
@@ -193,11 +200,9 @@ def takes_four_bit(kind: QuantType, dtype: torch.dtype) -> bool:
     return kind.group == GROUP and not kind.table and kind.step == 1 and dtype == torch.bfloat16
 
 
-def multiplied(matrix: Tensor | Packed | Mixed) -> Tensor | Packed | Mixed:
+def multiplied(matrix: Packed) -> Packed:
     """The matrix in the form that products with it are fastest in: torch's 4-bit one, where a CPU has that."""
-    if isinstance(matrix, Mixed):
-        return Mixed(tuple(map(multiplied, matrix.parts)))
-    if isinstance(matrix, Tensor) or matrix.device.type != "cpu" or not takes_four_bit(matrix.kind, matrix.dtype):
+    if matrix.device.type != "cpu" or not takes_four_bit(matrix.kind, matrix.dtype):
         return matrix
     scale, low = matrix.scales()
     centre = -matrix.kind.offset * scale + (0 if low is None else low)
