@@ -321,6 +321,10 @@ class Engine:
         """Copy the pages that `prepared` would resume in `other`: one prefill under several pools. Tokens copied."""
         if other.model is not self.model:
             raise EngineError("only an engine of the same loaded model can be adopted from")
+        if other.capacity.kv != self.capacity.kv:
+            raise EngineError(
+                f"pages of {other.capacity.kv} can't be adopted as {self.capacity.kv}", "the same --kv-dtype for both"
+            )
         with self._turn, other._turn:
             pages, tags = other._prefix.match(prepared.ids, Session.accepts(prepared))
             self._turns.make_room(len(pages))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engine.config import KV_DTYPES, KV_EXPERIMENTAL, PAGE, EngineConfig, RecallParams, SamplingParams
 from engine.engine import Engine
-from engine.errors import ConfigError
+from engine.errors import ConfigError, EngineError
 from engine.kv.budget import Memory, plan_capacity
 from engine.kv.choose import choose_kv
 from engine.kv.dtype import GROUP, KV, Form, named
@@ -179,6 +179,15 @@ def test_a_ring_reads_bit_for_bit_what_a_dense_cache_of_the_dtype_reads(phantom,
         assert (engine.stats()["layer_pages_streamed"] > 0) == (pool == 640)
         engine.close()
     assert torch.equal(*logits)
+
+
+def test_pages_of_another_dtype_are_not_adopted_as_if_they_were_ones_own(phantom):
+    int8, fp8 = (Engine(EngineConfig(model="", max_context=512, kv_dtype=name), phantom) for name in ("int8", "fp8"))
+    assert int8.stats()["host_bytes"] == fp8.stats()["host_bytes"]
+    with pytest.raises(EngineError, match="pages of int8 can't be adopted as fp8"):
+        fp8.adopt(int8, fp8.prepare("Hello"))
+    for engine in (int8, fp8):
+        engine.close()
 
 
 @pytest.mark.parametrize("name", ["k8v4", "fp8"])

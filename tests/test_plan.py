@@ -108,6 +108,19 @@ def test_ram_is_an_input_and_halves_what_it_holds():
     assert small.capacity.host_bytes == 0.39453125 * wide.capacity.host_bytes and "16 GiB" in small.capacity.kv_reason
 
 
+@pytest.mark.parametrize(("card", "plain", "coded"), [("8gb", 90_000, 110_000), ("12gb", 190_000, 300_000)])
+def test_a_preset_serves_8b_at_4_bits_as_far_as_it_was_trained_and_farther_in_codes(card, plain, coded):
+    def plan(**flags):
+        return plan_for("qwen3-8b", card, 32 * GIB, None, flags={"weights": "q4_k", **flags}, environ={})[0]
+
+    trained, far = plan(), {"positions": "compact"}
+    assert trained.capacity.context == 40960 and trained.capacity.kv == "bf16" and not trained.hypothetical
+    by = {kv_dtype: plan(**far, kv_dtype=kv_dtype) for kv_dtype in ("bf16", "k8v4", "auto")}
+    assert plain < by["bf16"].largest and coded < by["k8v4"].largest == by["auto"].largest
+    assert by["auto"].capacity.kv == "k8v4"
+    assert all(one.capacity.device_bytes <= one.place.device for one in (trained, *by.values()))
+
+
 def test_a_flag_overrides_the_cards_preset():
     _, preset, _ = plan_for("qwen3-4b", "12gb", None, 4.5, flags={}, environ={})
     _, flagged, _ = plan_for("qwen3-4b", "12gb", None, 4.5, flags={"kv_window": "4096"}, environ={})
