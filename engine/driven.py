@@ -111,6 +111,7 @@ class DrivenSteps:
         self._ids = ints(pages + own)
         self._role = torch.zeros(self._pages, dtype=torch.uint8, device=device)
         self._why = torch.zeros(layers, self._pages, dtype=torch.uint8, device=device)
+        self._bars = ints(layers, shape.kv_heads) - 1
         self._counters = torch.zeros(g.COUNTERS, dtype=torch.int64, device=device)
         self._geometry = ints(g.GEOMETRY)
         self._token = torch.zeros(1, dtype=torch.int64, device=device)
@@ -386,7 +387,7 @@ class DrivenSteps:
                 self._scores(
                     turned[-QUERY_ROWS:], codes, scales, self._ids, self._geometry, self._turns, rope.score_scale
                 )
-                triton_select.rank(self._scores, why, self._role, self._geometry, HYSTERESIS)
+                triton_select.rank(self._scores, self._bars[layer], why, self._role, self._geometry, HYSTERESIS)
                 triton_select.pick(self._scores, self._role, why, window, self._geometry, kind.neighbors)
             misses = self._misses.layer(layer)
             triton_select.bring(window, self._ids, tables, misses, self._geometry, self._counters, self.compact)

@@ -140,7 +140,7 @@ def test_page_scores_and_closed_codes_are_the_reference(dim, tokens, splits):
     assert torch.equal(codes[0, ids].cpu(), pack_codes(expected)) and torch.equal(scales[0, ids].cpu(), sizes)
 
     scores = triton_score.PageScores(tokens, heads, kv_heads, past + 4, DEVICE, 4)
-    scores.order.fill_(0)
+    scores.listed.fill_(9)
     state = geometry(PAST=past, FARTHEST=4)
     scores(scene.q, codes[0], scales[0], ints(scene.ids), state, scene.turns, scene.rope.score_scale)
     distance = np.minimum(np.arange(past, 0, -1), 4)
@@ -154,7 +154,7 @@ def test_page_scores_and_closed_codes_are_the_reference(dim, tokens, splits):
     ]
     assert scores.splits == splits
     torch.testing.assert_close((parts[1].log() + parts[0]).logsumexp(-1), scores.lse[:, :rows, :past].logsumexp(-1))
-    assert (scores.order[:past] == int(triton_score.UNRANKED)).all() and (scores.order[past:] == 0).all()
+    assert not scores.listed.any()
 
 
 @pytest.mark.parametrize("compact", [False, True])
@@ -191,7 +191,6 @@ def test_ranks_and_picks_choose_what_the_reference_chooses(seed, compact):
     why[held] = g.KEY
     role, why = (torch.tensor(x, device=DEVICE).to(torch.uint8) for x in (role, why))
     scores.order.fill_(7)
-    scores.order[:past] = int(triton_score.UNRANKED)
     pages = capacity + 5
     ids = random.permutation(pages)[:capacity]
     tables = random_tables(random, pages, slots, ids[:past], tick=9)
@@ -203,7 +202,14 @@ def test_ranks_and_picks_choose_what_the_reference_chooses(seed, compact):
     assert depth <= triton_select.most_ranks(kv_heads, capacity)
     state = geometry(PAST=past, LEFT=left, DEPTH=depth, WINDOW=len(fixed) + left, TICK=9)
     counters = torch.zeros(g.COUNTERS, dtype=torch.int64, device=DEVICE)
-    triton_select.rank(scores, why, role, state, HYSTERESIS)
+    bars = ints([-1] * kv_heads)
+    triton_select.rank(scores, bars, why, role, state, HYSTERESIS)
+    enough = bars.clone()  # where most or all of those that count pass
+    scores.listed.zero_()
+    bars.copy_(
+        torch.where(ints(random.integers(0, 2, kv_heads)) == 1, enough, ints(random.integers(0, 1 << 30, kv_heads)))
+    )
+    triton_select.rank(scores, bars, why, role, state, HYSTERESIS)
     triton_select.pick(scores, role, why, window, state, neighbors)
     triton_select.bring(window, ints(ids), tables, misses, state, counters, compact)
 

@@ -24,7 +24,6 @@ FEW = 8
 """Rows up to which they are turned to each page, and not its keys to them."""
 FEWER_UNITS = 8
 """A program for many rows has eight warps of work, and little room beside it."""
-UNRANKED = tl.constexpr(2**31 - 1)
 ROUND = tl.constexpr(12582912.0)
 """1.5 x 2^23: the lowest byte of a float32 to which it is added is the nearest integer."""
 NIBBLE = tl.constexpr(16.0)
@@ -78,7 +77,7 @@ def _page_lse(
     lse,  # float32 [KV_HEADS, PADDED, pages], natural: out
     top_part,  # float32 [KV_HEADS, PADDED, splits]: out, the largest lse of each split
     sum_part,  # the same: out, its sum of exp(lse - largest)
-    order,  # int32 [pages]: out, made ready for `rank`
+    listed,  # int32 [KV_HEADS]: out, zero, for `rank`
     rows,
     reach,
     scale,
@@ -120,15 +119,14 @@ def _page_lse(
         higher = tl.maximum(top, mass)
         total = total * tl.exp(top - higher) + tl.exp(mass - higher)
         top = higher
-        if (kv_head == 0) & (tl.program_id(2) == 0):
-            tl.store(order + page, UNRANKED)
     tl.store(top_part + out * splits + split, top, mask=row < rows)
     tl.store(sum_part + out * splits + split, total, mask=row < rows)
+    tl.store(listed + kv_head, 0)
 
 
 @triton.jit
 def _page_lse_of_many(
-    q, codes, scales, ids, geometry, cos, sin, lse, top_part, sum_part, order, rows, reach, scale, pages,
+    q, codes, scales, ids, geometry, cos, sin, lse, top_part, sum_part, listed, rows, reach, scale, pages,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, HALF: tl.constexpr,
     PADDED: tl.constexpr, ROWS: tl.constexpr, FOLLOW: tl.constexpr,
 ):  # fmt: skip
@@ -163,10 +161,9 @@ def _page_lse_of_many(
         higher = tl.maximum(top, mass)
         total = total * tl.exp(top - higher) + tl.exp(mass - higher)
         top = higher
-        if (kv_head == 0) & (tl.program_id(2) == 0):
-            tl.store(order + page, UNRANKED)
     tl.store(top_part + out * splits + split, top, mask=row < rows)
     tl.store(sum_part + out * splits + split, total, mask=row < rows)
+    tl.store(listed + kv_head, 0)
 
 
 class PageScores:
@@ -180,7 +177,8 @@ class PageScores:
         self.splits = 1
         self.lse = torch.empty(kv_heads, padded, pages, dtype=torch.float32, device=device)
         self.top, self.sum = (torch.empty(kv_heads * padded * self._splits(1), device=device) for _ in range(2))
-        self.keys = torch.empty(kv_heads, pages, dtype=torch.int32, device=device)
+        self.keys = torch.empty(2, kv_heads, pages, dtype=torch.int32, device=device)  # of all pages; of the listed
+        self.listed = torch.zeros(kv_heads, dtype=torch.int32, device=device)
         self.order = torch.empty(pages, dtype=torch.int32, device=device)
 
     def _splits(self, blocks: int) -> int:
@@ -207,7 +205,7 @@ class PageScores:
             self.lse,
             self.top,
             self.sum,
-            self.order,
+            self.listed,
             self.rows,
             turns.reach,
             scale,

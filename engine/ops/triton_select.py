@@ -3,7 +3,8 @@
 The choice of `recall.select.choose`, the reference: the heads take turns, a neighbour comes half a turn after its page,
 a page that was selected before stays until another scores clearly better. Ranks are counted, not sorted: `torch.topk`
 of 64 from 8 x 4,096 takes 33 us, too slow to run in every layer. Scores are compared to 2^-11 or so, since the page's
-number takes the lowest bits of what is compared.
+number takes the lowest bits of what is compared. Only pages above a bar are compared with each other, as long as those
+are all that can count: twice as many passed it in the step before. So ranks cost the same however many pages there are.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from engine.ops import geometry as g
 from engine.ops.follow import await_results, follow
-from engine.ops.triton_score import UNRANKED, PageScores
+from engine.ops.triton_score import PageScores
 
 PAST, WINDOW, LEFT, DEPTH, TICK = map(tl.constexpr, (g.PAST, g.WINDOW, g.LEFT, g.DEPTH, g.TICK))
 CANDIDATE, TAKEN = map(tl.constexpr, (g.CANDIDATE, g.TAKEN))
@@ -25,6 +26,8 @@ UNSELECTED, KEY, LEXICAL, NEIGHBOR = map(tl.constexpr, (g.UNSELECTED, g.KEY, g.L
 FETCHED = tl.constexpr(g.FETCHED)
 NEVER = tl.constexpr(2**31 - 1)
 NO_TURN = tl.constexpr(2**29)
+UNRANKED = tl.constexpr(2**30 + 1)
+"""In `order`: never its turn, nor was it selected before."""
 RANK, PICK = {"OWN_": 32, "OTHERS": 128, "num_warps": 4}, {"OWN_": 16, "OTHERS": 256, "num_warps": 8}
 """Pages whose ranks one program counts, and those that they are compared with at once, the fastest on an H200: larger
 squares take registers, and fewer programs run side by side."""
@@ -39,12 +42,16 @@ def _key(
     sum_part,
     why,  # uint8 [pages]: of the step before
     role,  # uint8 [pages]
-    keys,  # int32 [KV_HEADS, pages]: out
+    keys,  # int32 [2, KV_HEADS, pages]: out, of all pages, and of those above the bar in any order
+    listed,  # int32 [KV_HEADS]: raised by how many those are
+    bars,  # int32 [KV_HEADS]
+    order,  # int32 [pages]: out, made ready for `_rank`
     geometry,
     rows,
     pages,
     splits,
     hysteresis,
+    KV_HEADS: tl.constexpr,
     PADDED: tl.constexpr,
     ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -70,6 +77,9 @@ def _key(
         x = tl.load(lse + at, mask=(row < rows)[:, None] & (page < past)[None, :], other=float("-inf"))
         held = tl.load(why + page, mask=page < past, other=0) != UNSELECTED
         kind = tl.load(role + page, mask=page < past, other=0)
+        bar = tl.load(bars + head)
+        if head == 0:
+            tl.store(order + page, tl.where(held, UNRANKED - 1, UNRANKED), mask=page < past)
         top = tl.where(row < rows, tl.max(tops, 1), 0.0)
         total = tl.sum(sums * tl.exp(tops - top[:, None]), 1)
         total = top + tl.log(tl.where(row < rows, total, 1.0))
@@ -78,37 +88,48 @@ def _key(
         key = (share.to(tl.int32, bitcast=True) & -PLACES) | (PLACES - 1 - page)
         key = tl.where((kind == CANDIDATE) | (kind == TAKEN), key, -1)
         tl.store(keys + head * pages + page, key, mask=page < past)
+        above = (key > bar) & (page < past)
+        count = above.to(tl.int32)
+        place = tl.atomic_add(listed + head, tl.sum(count, 0)) + tl.cumsum(count, 0) - 1
+        tl.store(keys + (KV_HEADS + head) * pages + place, key, mask=above)
 
 
 @triton.jit
 def _rank(
-    keys,  # int32 [KV_HEADS, pages]
+    keys,
+    listed,
+    bars,  # int32 [KV_HEADS]: out, for the step after
     why,
     order,  # int32 [pages]: lowered to twice the best turn of any head, plus 1 if the page was not selected before
     geometry,
     pages,
     KV_HEADS: tl.constexpr,
+    PLACES: tl.constexpr,
     OWN_: tl.constexpr,
     OTHERS: tl.constexpr,
     FOLLOW: tl.constexpr,
 ):
     await_results(FOLLOW)
     head = tl.program_id(1)
-    past, depth = tl.load(geometry + PAST), tl.load(geometry + DEPTH)
+    past, depth, above = tl.load(geometry + PAST), tl.load(geometry + DEPTH), tl.load(listed + head)
+    enough = above >= depth
+    count = tl.where(enough, above, past)
     begin = tl.program_id(0) * OWN_
-    if begin < past:
-        mine_of = keys + head * pages
+    if begin < count:
+        mine_of = keys + (tl.where(enough, KV_HEADS, 0) + head) * pages
         own = begin + tl.arange(0, OWN_)
-        mine = tl.load(mine_of + own, mask=own < past, other=-1)
-        fresh = tl.load(why + own, mask=own < past, other=0) == UNSELECTED
+        mine = tl.load(mine_of + own, mask=own < count, other=-1)
+        page = PLACES - 1 - (mine & (PLACES - 1))
+        fresh = tl.load(why + page, mask=mine >= 0, other=0) == UNSELECTED
         ahead = tl.zeros([OWN_, OTHERS], tl.int32)
-        for start in tl.range(0, past, OTHERS, loop_unroll_factor=UNROLL):
-            page = start + tl.arange(0, OTHERS)
-            other = tl.load(mine_of + page, mask=page < past, other=-1)
+        for start in tl.range(0, count, OTHERS, loop_unroll_factor=UNROLL):
+            place = start + tl.arange(0, OTHERS)
+            other = tl.load(mine_of + place, mask=place < count, other=-1)
             ahead += (other[None, :] > mine[:, None]).to(tl.int32)
         before = tl.sum(ahead, 1)
-        turn = tl.where((mine >= 0) & (before < depth), before * (2 * KV_HEADS) + head, NO_TURN)
-        tl.atomic_min(order + own, turn * 2 + fresh.to(tl.int32), mask=own < past)
+        turn = before * (2 * KV_HEADS) + head
+        tl.atomic_min(order + page, turn * 2 + fresh.to(tl.int32), mask=(mine >= 0) & (before < depth))
+        tl.store(bars + head + before * 0, mine, mask=(mine >= 0) & (before == 2 * depth - 1))
 
 
 @triton.jit
@@ -279,8 +300,11 @@ def _open(
             tl.store(base + at, tl.zeros([BLOCK], pool.dtype.element_ty), mask=at < size)
 
 
-def rank(scores: PageScores, why: Tensor, role: Tensor, geometry: Tensor, hysteresis: float) -> None:
-    """Lower `scores.order` to each candidate's best turn: its rank in a head x twice the heads, plus the head."""
+def rank(scores: PageScores, bars: Tensor, why: Tensor, role: Tensor, geometry: Tensor, hysteresis: float) -> None:
+    """Set `scores.order` to each candidate's best turn: its rank in a head x twice the heads, plus the head.
+
+    bars int32 [kv_head]: keys above which pages are looked at, -1 at first; moved to where twice as many as count pass.
+    """
     kv_heads, padded, pages = scores.lse.shape
     rows = triton.next_power_of_2(scores.rows)
     block = 128 if rows <= 32 else 32
@@ -291,11 +315,15 @@ def rank(scores: PageScores, why: Tensor, role: Tensor, geometry: Tensor, hyster
         why,
         role,
         scores.keys,
+        scores.listed,
+        bars,
+        scores.order,
         geometry,
         scores.rows,
         pages,
         scores.splits,
         hysteresis,
+        KV_HEADS=kv_heads,
         PADDED=padded,
         ROWS=rows,
         SPLITS=triton.next_power_of_2(scores.splits),
@@ -305,7 +333,17 @@ def rank(scores: PageScores, why: Tensor, role: Tensor, geometry: Tensor, hyster
         **follow(why),
     )
     _rank[(triton.cdiv(pages, RANK["OWN_"]), kv_heads)](
-        scores.keys, why, scores.order, geometry, pages, KV_HEADS=kv_heads, **RANK, **follow(why)
+        scores.keys,
+        scores.listed,
+        bars,
+        why,
+        scores.order,
+        geometry,
+        pages,
+        KV_HEADS=kv_heads,
+        PLACES=triton.next_power_of_2(pages),
+        **RANK,
+        **follow(why),
     )
 
 
