@@ -45,19 +45,14 @@ def shape_of(name: str) -> Sizes:
     return shape
 
 
-def random_model(
-    name: str, device: torch.device, dtype: torch.dtype, kind: QuantType | None = None, kernels: Kernels = TORCH
-) -> tuple[Transformer, Tokenizer, ModelConfig]:
-    """The same weights for the same name, device, dtype and type.
-
-    kind: of all matrices, computed with by `kernels`; None for plain ones.
-    """
+def random_config(name: str) -> ModelConfig:
+    """What `random:NAME` is, before any weights."""
     shape = shape_of(name)
     gemma = {}
     if shape.family == "gemma3":
         local = RopeConfig(theta=LOCAL_THETA)
         gemma = gemma_fields(shape.hidden, every_but_sixth(shape.layers), shape.window, local, shape.head_dim)
-    config = ModelConfig(
+    return ModelConfig(
         family=shape.family,
         layers=shape.layers,
         hidden=shape.hidden,
@@ -73,6 +68,16 @@ def random_model(
         attention_bias=shape.bias,
         **(gemma or {"qk_norm": shape.family == "qwen3"}),
     )
+
+
+def random_model(
+    name: str, device: torch.device, dtype: torch.dtype, kind: QuantType | None = None, kernels: Kernels = TORCH
+) -> tuple[Transformer, Tokenizer, ModelConfig]:
+    """The same weights for the same name, device, dtype and type.
+
+    kind: of all matrices, computed with by `kernels`; None for plain ones.
+    """
+    shape, config = shape_of(name), random_config(name)
     random = torch.Generator(device).manual_seed(0)
 
     def plain(*size: int) -> Tensor:
@@ -93,7 +98,7 @@ def random_model(
         return stack(pieces)
 
     def ones(size: int) -> Tensor:
-        return torch.ones(size, dtype=torch.float32 if gemma else dtype, device=device)
+        return torch.ones(size, dtype=torch.float32 if config.sandwich else dtype, device=device)
 
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     layers = tuple(

@@ -13,6 +13,7 @@ import typer
 
 from kvring_cli import console
 from kvring_cli.commands.bench_context import context
+from kvring_cli.commands.bench_kernels import kernels, page
 from kvring_cli.commands.bench_rates import rates
 from kvring_cli.commands.gate import GateProgress
 from kvring_cli.files import as_json, check_writable, write
@@ -21,6 +22,8 @@ from kvring_cli.options import Flags, Verbose, engine_options
 bench = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
 bench.command()(rates)
 bench.command()(context)
+bench.command()(kernels)
+bench.command()(page)
 ModelOption = Annotated[str, typer.Option("--model", "-m", help="The model that is measured.")]
 
 

@@ -55,7 +55,7 @@ def rates(
     from kvring_cli.start import settle
 
     lengths = [length(part) for part in contexts.split(",")]
-    chosen, peers = _known(parts, PARTS, "--parts"), _known(peer or "", PEERS, "--peer")
+    chosen, peers = known(parts, PARTS, "--parts"), known(peer or "", PEERS, "--peer")
     swept = cases(sweep, flags, DECIDED)
     check_plot(plot)
     if output is not None:
@@ -160,9 +160,10 @@ def length(text: str) -> int:
     return tokens
 
 
-def _known(text: str, known: tuple[str, ...], flag: str) -> list[str]:
+def known(text: str, names: tuple[str, ...], flag: str) -> list[str]:
+    """The parts of a list with commas; bad usage where one is none of `names`."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     for part in parts:
-        if part not in known:
-            raise typer.BadParameter(f"'{part}' is not one of {', '.join(known)}", param_hint=flag)
+        if part not in names:
+            raise typer.BadParameter(f"'{part}' is not one of {', '.join(names)}", param_hint=flag)
     return parts
