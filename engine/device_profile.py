@@ -104,6 +104,19 @@ def parse(text: str) -> list[DeviceProfile]:
         raise ConfigError(f"it is damaged: {type(error).__name__}: {error}", "kvring calibrate") from None
 
 
+def check_kept(path: Path) -> None:
+    """ConfigError where `save` could not write: a start that can't keep what it measures would measure every time."""
+    text = _text(path, [])
+    if text is not None and f"schema: {SCHEMA}\n" not in text and "kvring.device-profiles/" in text:
+        raise ConfigError(f"{path} is another kvring's", f"{SWITCH}=another file")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{path.parent} can't be written: {error.strerror or error}", f"{SWITCH}=a folder") from None
+
+
 def save(profile: DeviceProfile, path: Path) -> None:
     """Put the row into the user's file in one step, in place of one for the same hardware.
 

@@ -33,15 +33,12 @@ from engine.ops.upload import upload
 from engine.recall.digest import Digests
 from engine.recall.recall import QUERY_ROWS, Recall
 from engine.recall.select import HYSTERESIS, REASONS
+from engine.routes import attention_key
 from engine.scheduler import QUESTION_CHUNK
 from engine.step import Frame
 from engine.step_graph import StepGraph
 
 SCORERS = ("fused", "token", "lexical")
-GATHER_UNITS = 16
-"""Programs that keep PCIe busy; more are no faster (H200)."""
-UNITS_PER_MULTIPROCESSOR = 4
-SCORE_UNITS_PER_MULTIPROCESSOR = 16
 GRAPHS = 8
 """Kinds of steps whose graphs are kept."""
 
@@ -83,7 +80,9 @@ class DrivenSteps:
         heads, layers, slots = model.config.heads, shape.layers, pool.slots
         own = QUESTION_CHUNK // PAGE + 1
         self._pages = pages
-        units = UNITS_PER_MULTIPROCESSOR * multiprocessors
+        routes = pool.routes
+        self._gather_units = routes.pick("gather_units", slots)
+        units = multiprocessors * routes.pick(attention_key(shape.head_dim, heads // shape.kv_heads), slots)
         self._attention = PagedAttention(heads, shape.kv_heads, shape.head_dim, QUESTION_CHUNK, device, units)
         self._scores = PageScores(
             QUERY_ROWS,
@@ -91,7 +90,7 @@ class DrivenSteps:
             shape.kv_heads,
             self._pages,
             device,
-            SCORE_UNITS_PER_MULTIPROCESSOR * multiprocessors,
+            multiprocessors * routes.pick("page_scores", slots),
         )
         self._turns = Turns.of(model.rope, pages + own)
         self._offsets = model.rope.cos_sin(torch.arange(own * PAGE, device=device))
@@ -392,7 +391,7 @@ class DrivenSteps:
             misses = self._misses.layer(layer)
             triton_select.bring(window, self._ids, tables, misses, self._geometry, self._counters, self.compact)
             if self.in_place:
-                triton_pages.gather(host, pool, misses.pages, misses.places, misses.count, GATHER_UNITS)
+                triton_pages.gather(host, pool, misses.pages, misses.places, misses.count, self._gather_units)
             else:
                 self._by_host(layer)
         return self._attention(

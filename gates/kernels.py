@@ -6,9 +6,9 @@ turn takes another layer's pages, so that no cache holds what is read.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import cycle
 
 import numpy as np
 import torch
@@ -19,11 +19,12 @@ from engine.kv.page import KVShape
 from engine.model.config import ModelConfig
 from engine.ops import geometry as g
 from engine.ops.attention import PartialAttention, flash
-from engine.ops.gather import as_words, gather_pages
+from engine.ops.gather import gather_pages
 from engine.ops.geometry import Turns
 from engine.ops.rope import Rotary
 from engine.recall.digest import encode_keys, pack_codes
 from engine.recall.score import page_lse
+from engine.routes import COMPILED_IN, pick
 from engine.trials import median_seconds
 from engine.units import MIB
 from gates.floors import Floors
@@ -99,89 +100,138 @@ def measure(scene: Scene, floors: Floors, parts: tuple[str, ...], rows: int) -> 
         yield {"gather": gather, "attention": attention, "scores": scores, "chunk": chunk}[part](scene, floors, rows)
 
 
+Work = Callable[[int], Tensor]
+"""One launch over the pages of a layer, the number modulo theirs; what it wrote."""
+
+
+class Gathering:
+    """`count` pages of one layer from the host, at random places, into a pool."""
+
+    def __init__(self, scene: Scene, count: int = FETCHED) -> None:
+        self.scene, self.count = scene, min(count, scene.pages)
+        host = torch.randn(scene.shape.layers, scene.pages, *scene.shape.layer_page).to(scene.shape.dtype)
+        self.host = host.pin_memory() if scene.device.type == "cuda" else host
+        self.order = np.random.default_rng(0).permutation(scene.pages)[: self.count]
+
+    @property
+    def bytes(self) -> int:
+        return self.count * self.scene.shape.layer_page_bytes
+
+    def work(self, units: int) -> Work:
+        """units: programs that copy. Each work has a pool of its own, empty before."""
+        scene, host, fetched = self.scene, self.host, self.count
+        pool = torch.zeros(scene.shape.layers, fetched, *host.shape[2:], dtype=host.dtype, device=scene.device)
+        layers, places = len(host), torch.arange(fetched, device=scene.device)
+        if scene.triton:
+            from engine.ops.triton_pages import gather
+
+            missing = torch.tensor([fetched], dtype=torch.int32, device=scene.device)
+            pages, into = torch.from_numpy(self.order).int().to(scene.device), places.int()
+
+            def work(number: int) -> Tensor:
+                layer = number % layers
+                gather(host[layer], pool[layer], pages, into, missing, units)
+                return pool[layer]
+        else:
+
+            def work(number: int) -> Tensor:
+                layer = number % layers
+                read = gather_pages(host[layer], None, self.order, "index_select")
+                return pool[layer].index_copy_(0, places, read.to(scene.device))
+
+        return work
+
+
+class Attending:
+    """One token's attention over a window of pages in the pool."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene, self.pool = scene, scene.pool()
+        self.q = scene.random(1, scene.config.heads, scene.config.head_dim, dtype=torch.float32)
+        self.bytes = scene.pages * scene.shape.layer_page_bytes
+
+    def work(self, units: int) -> Work:
+        """units: programs that fill the device."""
+        scene, shape, q, pool = self.scene, self.scene.shape, self.q, self.pool
+        layers, rope = shape.layers, scene.rope
+        if scene.triton:
+            from engine.ops.triton_attention import PagedAttention
+
+            ids = torch.arange(scene.pages, dtype=torch.int32, device=scene.device)
+            attend = PagedAttention(scene.config.heads, shape.kv_heads, shape.head_dim, 1, scene.device, units)
+            counters = torch.zeros(g.COUNTERS, dtype=torch.int64, device=scene.device)
+            fixed = scene.geometry(), Turns.of(rope, scene.pages), counters, rope.score_scale, False, shape.dtype
+
+            def work(number: int) -> Tensor:
+                return attend(q, pool[number % layers], None, ids, ids, ids, *fixed, shape.form.layout)
+        else:
+            distance = np.arange(scene.pages - 1, -1, -1)
+
+            def work(number: int) -> Tensor:
+                partial = PartialAttention(rope, q, shape.kv_heads)
+                partial.add(pool[number % layers], distance, scene.pages * PAGE - 1)
+                return partial.result()
+
+        return work
+
+
+class Scoring:
+    """One token's scores of every page but the open one, from their key codes."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene = scene
+        self.q = scene.random(1, scene.config.heads, scene.config.head_dim, dtype=torch.float32)
+        codes, self.scales = encode_keys(scene.pool()[:, :, 0])
+        self.codes = pack_codes(codes) if scene.triton else codes
+        each = sum(part[0, 0].numel() * part.element_size() for part in (self.codes, self.scales))
+        self.bytes = each * (scene.pages - 1)
+
+    def work(self, units: int) -> Work:
+        """units: programs that fill the device."""
+        scene, shape, q, past = self.scene, self.scene.shape, self.q, self.scene.pages - 1
+        layers, rope, codes, scales = shape.layers, scene.rope, self.codes, self.scales
+        if scene.triton:
+            from engine.ops.triton_score import PageScores
+
+            ids = torch.arange(scene.pages, dtype=torch.int32, device=scene.device)
+            score = PageScores(1, scene.config.heads, shape.kv_heads, scene.pages, scene.device, units)
+            fixed = ids, scene.geometry(), Turns.of(rope, scene.pages), rope.score_scale
+            rows = scene.config.heads // shape.kv_heads
+
+            def work(number: int) -> Tensor:
+                layer = number % layers
+                score(q, codes[layer], scales[layer], *fixed)
+                return score.lse[:, :rows, :past]
+        else:
+            distance = np.arange(past, 0, -1)
+
+            def work(number: int) -> Tensor:
+                layer = number % layers
+                return page_lse(rope, q, codes[layer, :past].to(torch.bfloat16), distance, scales[layer, :past])
+
+        return work
+
+
 def gather(scene: Scene, floors: Floors, rows: int = 0, count: int = FETCHED) -> Rate:
-    """`count` pages of one layer from the host, at random places, into the pool."""
-    shape, count = scene.shape, min(count, scene.pages)
-    pinned = scene.device.type == "cuda"
-    host = torch.randn(shape.layers, scene.pages, *shape.layer_page).to(shape.dtype)
-    host, pool = host.pin_memory() if pinned else host, torch.zeros_like(host, device=scene.device)
-    order = np.random.default_rng(0).permutation(scene.pages)[:count]
-    layers = cycle(range(shape.layers))
-    if scene.triton:
-        from engine.ops import triton_pages
-
-        missing = torch.tensor([count], dtype=torch.int32, device=scene.device)
-        pages, places = (torch.from_numpy(order).int().to(scene.device) for _ in range(2))
-
-        def work() -> None:
-            layer = next(layers)
-            triton_pages.gather(host[layer], pool[layer], pages, places, missing, scene.units(1))
-    else:
-        index, words = torch.from_numpy(order), as_words(host) if not pinned else None
-        places = index.to(scene.device)
-
-        def work() -> None:
-            layer = next(layers)
-            read = gather_pages(host[layer], words[layer] if words is not None else None, order, "index_select")
-            pool[layer].index_copy_(0, places, read.to(scene.device))
-
-    size = count * shape.layer_page_bytes
-    floor = floors.to_device if pinned else floors.device / 2
-    return _moved(f"gather, {count} pages of {shape.layer_page_bytes // 1024:,} KiB", scene, work, size, floor)
+    """As the engine does it: by few programs on a card, which keep PCIe busy."""
+    subject = Gathering(scene, count)
+    floor = floors.to_device if scene.device.type == "cuda" else floors.device / 2
+    what = f"gather, {subject.count} pages of {scene.shape.layer_page_bytes // 1024:,} KiB"
+    return _moved(what, scene, subject.work(pick(COMPILED_IN["gather_units"], 1)), subject.bytes, floor)
 
 
 def attention(scene: Scene, floors: Floors, rows: int = 0) -> Rate:
-    """One token's over a window of pages in the pool."""
-    config, shape, rope, pool = scene.config, scene.shape, scene.rope, scene.pool()
-    q, layers = scene.random(1, config.heads, config.head_dim, dtype=torch.float32), cycle(range(shape.layers))
-    if scene.triton:
-        from engine.ops.triton_attention import PagedAttention
-
-        ids = torch.arange(scene.pages, dtype=torch.int32, device=scene.device)
-        attend = PagedAttention(config.heads, shape.kv_heads, shape.head_dim, 1, scene.device, scene.units(4))
-        counters = torch.zeros(g.COUNTERS, dtype=torch.int64, device=scene.device)
-        fixed = scene.geometry(), Turns.of(rope, scene.pages), counters, rope.score_scale, False, shape.dtype
-
-        def work() -> None:
-            attend(q, pool[next(layers)], None, ids, ids, ids, *fixed, shape.form.layout)
-    else:
-        distance = np.arange(scene.pages - 1, -1, -1)
-
-        def work() -> None:
-            partial = PartialAttention(rope, q, shape.kv_heads)
-            partial.add(pool[next(layers)], distance, scene.pages * PAGE - 1)
-            partial.result()
-
-    size = scene.pages * shape.layer_page_bytes
-    return _moved(f"attention of a token, {scene.pages * PAGE:,} keys", scene, work, size, floors.device)
+    subject = Attending(scene)
+    units = scene.units(pick(COMPILED_IN["decode_attention"], 1))
+    what = f"attention of a token, {scene.pages * PAGE:,} keys"
+    return _moved(what, scene, subject.work(units), subject.bytes, floors.device)
 
 
 def scores(scene: Scene, floors: Floors, rows: int = 0) -> Rate:
-    """One token's over the key codes of as many pages."""
-    config, shape, rope, pool = scene.config, scene.shape, scene.rope, scene.pool()
-    q, layers = scene.random(1, config.heads, config.head_dim, dtype=torch.float32), cycle(range(shape.layers))
-    codes, scales = encode_keys(pool[:, :, 0])
-    past = scene.pages - 1
-    if scene.triton:
-        from engine.ops.triton_score import PageScores
-
-        codes = pack_codes(codes)
-        ids = torch.arange(scene.pages, dtype=torch.int32, device=scene.device)
-        score = PageScores(1, config.heads, shape.kv_heads, scene.pages, scene.device, scene.units(32))
-        fixed = ids, scene.geometry(), Turns.of(rope, scene.pages), rope.score_scale
-
-        def work() -> None:
-            layer = next(layers)
-            score(q, codes[layer], scales[layer], *fixed)
-    else:
-        distance = np.arange(past, 0, -1)
-
-        def work() -> None:
-            layer = next(layers)
-            page_lse(rope, q, codes[layer, :past].to(torch.bfloat16), distance, scales[layer, :past])
-
-    size = (codes[0].numel() * codes.element_size() + scales[0].numel() * scales.element_size()) * past // scene.pages
-    return _moved(f"scores of a token, {past * PAGE:,} keys", scene, work, size, floors.device)
+    subject = Scoring(scene)
+    units = scene.units(pick(COMPILED_IN["page_scores"], 1))
+    what = f"scores of a token, {(scene.pages - 1) * PAGE:,} keys"
+    return _moved(what, scene, subject.work(units), subject.bytes, floors.device)
 
 
 def chunk(scene: Scene, floors: Floors, rows: int) -> Rate:
@@ -209,6 +259,7 @@ def chunk(scene: Scene, floors: Floors, rows: int) -> Rate:
     )
 
 
-def _moved(what: str, scene: Scene, work: Callable[[], None], size: int, floor: float) -> Rate:
-    seconds = median_seconds(work, scene.device, ROUNDS)
+def _moved(what: str, scene: Scene, work: Work, size: int, floor: float) -> Rate:
+    number = itertools.count()
+    seconds = median_seconds(lambda: work(next(number)), scene.device, ROUNDS)
     return Rate(what, scene.by, seconds, size / seconds, floor=size / seconds / floor)

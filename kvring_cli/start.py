@@ -6,14 +6,19 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from engine.config import KV_EXPERIMENTAL
+from engine.errors import KVRingError
 from engine.switches import SETTINGS, Effective, Resolved, resolve
 from engine.units import format_bytes
 from kvring_cli import console
 from kvring_cli.options import Flags
 
 if TYPE_CHECKING:
+    import torch
+
+    from engine.config import EngineConfig
     from engine.engine import Engine
     from engine.kv.budget import Capacity
+    from engine.platform import Platform
 
 
 def settle(model: str, flags: Flags, verbose: bool, card: str | None = None, **defaults: Any) -> Resolved:
@@ -50,7 +55,8 @@ def _preset(card: str | None) -> dict[str, Effective]:
 
 
 def _measured(resolved: Resolved) -> dict[str, Effective]:
-    """What the device profile says of settings. `--device-profile calibrate` measures the routes first."""
+    """What the device profile says of settings. `--device-profile calibrate` measures the routes first; so does `auto`
+    on a card that nobody measured, once: what it finds is kept for every later start."""
     config = resolved.config
     if config.device_profile == "off":
         return {}
@@ -59,14 +65,16 @@ def _measured(resolved: Resolved) -> dict[str, Effective]:
 
     platform, device = this_platform(), resolve_device(config.device)
     if config.device_profile == "calibrate":
-        from engine.device_profile import save, user_file
-        from kvring_cli.calibration import calibrate
-        from kvring_cli.commands.gate import GateProgress
-
-        with GateProgress("calibrate") as progress:
-            row = calibrate(device, platform, progress, rates=False)
-        save(row, user_file(path=config.device_profile_path))
+        _calibrate(config, device, platform)
     found = find_profile(config, device, platform)
+    if found.profile is None and config.device_profile == "auto" and device.type == "cuda":
+        console.say("no profile of this card: its routes are measured once (--device-profile off starts without)")
+        try:
+            _calibrate(config, device, platform)
+            found = find_profile(config, device, platform)
+        except (KVRingError, ImportError, RuntimeError) as error:
+            reason = error.message if isinstance(error, KVRingError) else f"{type(error).__name__}: {error}"
+            console.warn(f"this card's routes were not measured, the compiled-in ones serve: {reason[:200]}")
     for trouble in found.troubles:
         console.warn(f"device profile passed over: {trouble}")
     settings = measured_settings(found)
@@ -75,6 +83,19 @@ def _measured(resolved: Resolved) -> dict[str, Effective]:
     if config.kv_capacity is not None:  # a pool of a given size may have no room for another chunk
         settings.pop("prefill_chunk", None)
     return {field: Effective(value, f"device profile, {found.source}") for field, value in settings.items()}
+
+
+def _calibrate(config: EngineConfig, device: torch.device, platform: Platform) -> None:
+    """The short form: routes, no rates. Nothing is measured where it could not be kept."""
+    from engine.device_profile import check_kept, save, user_file
+    from kvring_cli.calibration import calibrate
+    from kvring_cli.commands.gate import GateProgress
+
+    target = user_file(path=config.device_profile_path)
+    check_kept(target)
+    with GateProgress("calibrate") as progress:
+        row = calibrate(device, platform, progress, rates=False)
+    save(row, target)
 
 
 def _short(resolved: Resolved, field: str) -> str:

@@ -18,8 +18,9 @@ from engine.device import find_profile, hardware, hiding_tokens, measured_settin
 from engine.device_profile import SCHEMA, DeviceProfile, Found, built_in, look_up, parse, save, user_file
 from engine.engine import Engine
 from engine.errors import ConfigError
+from engine.model.random import random_config
 from engine.platform import this_platform
-from engine.routes import COMPILED_IN, Routes, pick
+from engine.routes import CANDIDATES, COMPILED_IN, Routes, pick
 from engine.scheduler import Plan, schedule
 from kvring_cli.app import call
 from kvring_cli.calibration.choose import bands, fastest
@@ -296,3 +297,76 @@ def test_calibrate_stores_a_row_that_the_next_start_finds(tmp_path, monkeypatch,
     found = look_up(name, count, tmp_path / device_profile.FILE)
     assert found.source == "user" and (found.profile.hardware_class, found.profile.origin) == (name, row["origin"])
     assert row["stored"] == str(tmp_path / device_profile.FILE)
+
+
+# --- cards ------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["gather_units", "page_scores", "decode_attention/d64/g2"])
+def test_a_cards_candidates_do_the_same_work_and_what_is_found_is_taken(monkeypatch, key):
+    """Under Triton's interpreter: every way is launched, and held against the compiled-in one."""
+    pytest.importorskip("triton", reason="triton has no wheel here")
+    from kvring_cli.calibration import cuda
+
+    monkeypatch.setattr(cuda, "LAUNCHES", 1)
+    subject = {"gather_units": cuda.Gathering, "page_scores": cuda.Scoring}.get(key, cuda.Attending)
+    family = key.split("/")[0]
+    seen = []
+
+    def second(ways, compiled_in, device, agree):
+        assert tuple(ways) == CANDIDATES[family] and compiled_in == COMPILED_IN[family][0][1]
+        reference = ways[compiled_in]().clone()
+        assert reference.float().abs().sum() > 0
+        for name, way in ways.items():
+            got = way().clone()
+            assert agree(got, reference), name
+            assert not agree(got + 1, reference), "a wrong one can't win"
+            seen.append(name)
+        return CANDIDATES[family][1]
+
+    monkeypatch.setattr(cuda, "fastest", second)
+    monkeypatch.setattr("gates.kernels.MIB", 1)  # two layers are enough
+    find = cuda.finder(key, subject, random_config("random:tiny"))
+    found = find(CPU, this_platform(), pools=(3, 5))
+    assert found == ((5, CANDIDATES[family][1]),) and len(seen) == 2 * len(CANDIDATES[family])
+    assert Routes({key: found}).routed == 1
+
+
+def test_a_route_changes_what_a_card_launches(phantom):
+    pytest.importorskip("triton", reason="triton has no wheel here")
+    from engine.triton_runner import TritonRunner
+    from tests.test_triton_runner import Interpreted
+
+    engine = Engine(config(), phantom, backends=[Interpreted])
+    pool, runner = engine._runner.pool, engine._runner
+    plain = runner.driven
+    pool.routes = Routes({"decode_attention/d64/g2": ((1, 8),), "gather_units": ((1, 32),), "page_scores": ((1, 32),)})
+    routed = TritonRunner(runner).driven
+    engine.close()
+    assert (plain._attention.units, routed._attention.units) == (4, 8)
+    assert (plain._gather_units, routed._gather_units) == (16, 32)
+    assert (plain._scores.units, routed._scores.units) == (16, 32)
+    assert {("decode_attention/d64/g2", 8), ("gather_units", 32), ("page_scores", 32)} <= set(pool.routes.ran)
+
+
+def test_an_unknown_card_is_measured_once_and_a_failure_is_said(tmp_path, monkeypatch, capsys):
+    from kvring_cli import calibration, start
+
+    card = torch.device("cuda")
+    measured = []
+
+    def calibrate(device, platform, progress, rates):
+        measured.append(rates)
+        return DeviceProfile("some-card-sm86", 28, "a test", {"gather_units": ((64, 8),)})
+
+    monkeypatch.setattr("engine.device.resolve_device", lambda name: card)
+    monkeypatch.setattr("engine.device.hardware", lambda device, platform: ("some-card-sm86", 28))
+    monkeypatch.setattr(calibration, "calibrate", calibrate)
+    path = tmp_path / "mine"
+    for _ in range(2):
+        start.settle("phantom", {"device_profile_path": str(path)}, verbose=False)
+    assert measured == [False] and look_up("some-card-sm86", 28, path / device_profile.FILE).source == "user"
+    start.settle("phantom", {"device_profile": "off"}, verbose=False)
+    (tmp_path / "file").write_text("no folder")
+    start.settle("phantom", {"device_profile_path": str(tmp_path / "file" / "below")}, verbose=False)
+    assert measured == [False] and "were not measured, the compiled-in ones serve" in capsys.readouterr().err

@@ -15,6 +15,7 @@ from engine.model.load import LoadedModel
 from engine.ops.gather import as_words, gather_pages
 from engine.platform import Platform
 from engine.routes import CANDIDATES, COMPILED_IN, Bands
+from kvring_cli.calibration import cuda
 from kvring_cli.calibration.choose import Way, bands, fastest
 from kvring_cli.calibration.standin import CPU_SIZES, stand_in
 
@@ -93,9 +94,9 @@ def _page_gather(device: torch.device, platform: Platform) -> Bands | None:
 
 FINDERS: Mapping[str, Mapping[str, Finder]] = {
     "cpu": {"threads": _threads, "page_gather": _page_gather, "prefill_chunk": _prefill_chunk},
-    "cuda": {},
+    "cuda": cuda.FINDERS,
 }
-"""By device: route -> who finds its bands. Kernels with several schedules on a card add theirs here."""
+"""By device: route -> who finds its bands."""
 
 
 @contextmanager
