@@ -56,7 +56,7 @@ def run(context: Context) -> Report:
             control=True,
         )
     )
-    report.checks += _against_plain(context, tokens, expected, pages - 4, chunk)
+    report.checks += _against_plain(context, tokens, expected, pages - 4, chunk, dense.capacity.kv)
     text = context.model.tokenizer.decode(tokens[: (pages - 2) * PAGE])
     answers = [engine.complete(engine.prepare(text, SamplingParams(max_tokens=16))) for engine in (dense, ring)]
     report.checks.append(
@@ -72,11 +72,13 @@ def run(context: Context) -> Report:
     return report.judge()
 
 
-def _against_plain(context: Context, tokens: list[int], dense: torch.Tensor, pool: int, chunk: int) -> list[Check]:
+def _against_plain(
+    context: Context, tokens: list[int], dense: torch.Tensor, pool: int, chunk: int, kv: str
+) -> list[Check]:
     """The pages against the formula itself: what dense and ring would both get wrong shows here only."""
     context.say("fits: against a pass without pages", 0.9)
     model = context.model.transformer
-    near, checks = tolerance(model.dtype), []
+    near, checks = tolerance(model.dtype, kv), []
 
     def compare(name: str, got: torch.Tensor, expected: torch.Tensor, control: bool = False) -> None:
         worst = float((got - expected).abs().max())
@@ -84,8 +86,8 @@ def _against_plain(context: Context, tokens: list[int], dense: torch.Tensor, poo
         detail = f"largest difference {worst:.3g}, {'must exceed' if control else 'at most'} {near:g}"
         checks.append(Check(f"control: {name}" if control else name, ok, detail, control))
 
-    compare("dense against a pass without pages", dense, plain_logits(model, tokens))
-    compare("keys one position late", dense, plain_logits(model, tokens, late=1), control=True)
+    compare("dense against a pass without pages", dense, plain_logits(model, tokens, kv=kv))
+    compare("keys one position late", dense, plain_logits(model, tokens, late=1, kv=kv), control=True)
     sink = 2
     ring = context.engine(
         ring="on",
@@ -102,7 +104,7 @@ def _against_plain(context: Context, tokens: list[int], dense: torch.Tensor, poo
     ring.close()
     for name, size, control in (("the window against its mask", pool, False), ("one page short", pool - 1, True)):
         mask = window_mask(len(tokens), chunk, size, sink, WORKING)
-        compare(name, windowed, plain_logits(model, tokens, mask), control)
+        compare(name, windowed, plain_logits(model, tokens, mask, kv=kv), control)
     return checks
 
 

@@ -17,6 +17,7 @@ from engine.kv.choose import choose_kv
 from engine.kv.dtype import GROUP, KV, Form, named
 from engine.kv.page import KVShape
 from engine.units import GIB
+from gates.plain import plain_logits, tolerance
 
 STEP = {"int8": 1 / 127, "int4": 1 / 7, "fp8": 32 / 448}  # of the largest in a group: a rounding errs by half of it
 CODED = [name for name in KV if not KV[name].plain]
@@ -179,6 +180,20 @@ def test_a_ring_reads_bit_for_bit_what_a_dense_cache_of_the_dtype_reads(phantom,
         assert (engine.stats()["layer_pages_streamed"] > 0) == (pool == 640)
         engine.close()
     assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("name", ["int8", "k8v4", "int4"])
+def test_a_dense_pass_is_the_plain_formula_with_rounded_keys_and_values_and_no_other(phantom, words, name):
+    tokens = phantom.tokenizer.encode(words(300))
+    engine = Engine(EngineConfig(model="", max_context=512, prefill_chunk=128, kv_dtype=name), phantom)
+    logits, model = engine.logits(tokens), phantom.transformer
+    engine.close()
+
+    def off(kv):
+        return float((logits - plain_logits(model, tokens, kv=kv)).abs().max())
+
+    assert off(name) <= tolerance(torch.float32, name)
+    assert off("auto") > 5 * off(name)
 
 
 def test_pages_of_another_dtype_are_not_adopted_as_if_they_were_ones_own(phantom):
