@@ -13,6 +13,7 @@ from pathlib import PurePath
 from typing import Any
 
 from engine.errors import ConfigError
+from gates import black_box_turns
 from gates.haystack import GATE_TOKENS, Counter, Document, Fact, Message, build
 from gates.long_problem import DEPTH, SPREAD
 from gates.long_problem import TOKENS as LONG_TOKENS
@@ -24,7 +25,8 @@ from gates.verdict import Arm, Check, Outcome, Report
 SHORT = 600  # tokens of the ceiling's document
 ANSWER = 48  # tokens: other models say more than the phantom
 ROOM = 512
-NAMES = ("multi-needle", "long-problem")
+TURNS = ("reuse", "resend")
+NAMES = ("multi-needle", "long-problem", *TURNS)
 INSIDE = {
     "multi-needle": "dense, other pools, newest and random pages, fact excluded, other scorers, query tails, seams",
     "long-problem": "dense, newest and random pages, fact excluded, page tables shuffled",
@@ -45,7 +47,10 @@ class Ask:
 def run(name: str, server: Server, options: GateOptions, say: Callable[[str, float], None], filler: Any) -> Report:
     """`name`'s black-box arms against `server`."""
     if name not in NAMES:
-        raise ConfigError(f"gate '{name}' needs the inside of the engine", f"with --base-url: {' or '.join(NAMES)}")
+        raise ConfigError(f"gate '{name}' needs the inside of the engine", f"with --base-url: {', '.join(NAMES)}")
+    if name in TURNS:
+        say("ask once, to learn how the server counts", 0.0)
+        return black_box_turns.run(name, server, _counter(server)[0], options, say, filler)
     report = Report(
         name, environment={"served_model": PurePath(server.model).name, "seeds": list(options.seed_numbers)}
     )

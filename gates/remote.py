@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
@@ -29,6 +30,8 @@ class Reply:
     ours: bool = False  # it carries kvring's own report
     hidden_pages: int = 0
     warnings: tuple[str, ...] = ()
+    cached: int | None = None  # prompt tokens that were not computed, by the server's usage; None: it doesn't say
+    seconds: float = 0.0  # from asking to the whole answer
 
 
 class Server:
@@ -51,6 +54,7 @@ class Server:
     def ask(self, messages: Sequence[Message], max_tokens: int, **more: Any) -> Reply:
         """Greedy. Whatever goes wrong is a Reply with a fault."""
         body = {"model": self.model, "messages": list(messages), "max_tokens": max_tokens, "temperature": 0, **more}
+        began = time.perf_counter()
         try:
             value = self._call("/chat/completions", body)
             choice, usage = value["choices"][0], value.get("usage") or {}
@@ -62,9 +66,21 @@ class Server:
                 ours=bool(ours),
                 hidden_pages=int((ours.get("recall") or {}).get("hidden_pages") or 0),
                 warnings=tuple(ours.get("warnings") or ()),
+                cached=(usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
+                seconds=time.perf_counter() - began,
             )
         except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             return Reply(fault=f"{type(error).__name__}: {error}"[:300])
+
+    def give_up(self, messages: Sequence[Message], max_tokens: int) -> str:
+        """Ask for a stream and hang up at its first byte; why that could not be, or empty."""
+        body = {"model": self.model, "messages": list(messages), "max_tokens": max_tokens, "stream": True}
+        try:
+            with self._open("/chat/completions", body) as stream:
+                stream.read(1)
+        except (OSError, HTTPException) as error:
+            return f"{type(error).__name__}: {error}"[:300]
+        return ""
 
     def _models(self) -> list[dict[str, Any]]:
         try:
@@ -74,18 +90,21 @@ class Server:
 
     def _call(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """Raises OSError with what the server said."""
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("KVRING_API_KEY"):
-            headers["Authorization"] = f"Bearer {key}"
-        data = json.dumps(body).encode() if body is not None else None
         try:
-            request = urllib.request.Request(self._base + path, data, headers)
-            with urllib.request.urlopen(request, timeout=self._timeout) as answer:
+            with self._open(path, body) as answer:
                 return json.loads(answer.read())
         except urllib.error.HTTPError as error:
             raise OSError(f"HTTP {error.code}: {error.read()[:200].decode('utf-8', 'replace')}") from None
         except HTTPException as error:
             raise OSError(f"{type(error).__name__}: {error}") from None
+
+    def _open(self, path: str, body: dict[str, Any] | None) -> Any:
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get("KVRING_API_KEY"):
+            headers["Authorization"] = f"Bearer {key}"
+        data = json.dumps(body).encode() if body is not None else None
+        request = urllib.request.Request(self._base + path, data, headers)
+        return urllib.request.urlopen(request, timeout=self._timeout)
 
 
 def _context(entry: dict[str, Any]) -> int | None:

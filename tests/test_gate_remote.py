@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -21,6 +22,7 @@ class Fake(BaseHTTPRequestHandler):
     """Answers by looking into the prompt, as a perfect model would; `fault` breaks one thing."""
 
     fault = ""
+    seen: list[str] = []  # noqa: RUF012 (a new one with each server)
 
     def do_GET(self):
         self._send({"data": [{"id": "/home/someone/perfect.gguf", "meta": {"n_ctx": 5_000}}]})
@@ -32,8 +34,17 @@ class Fake(BaseHTTPRequestHandler):
             return self._send({"error": "too long"}, 400)
         if self.fault == "cuts":
             text = text[-3_000:]
+        known = max((_common(text, past) for past in self.seen), default=0) if self.fault != "forgets" else 0
+        if self.fault == "remembers wrongly":
+            known = len(text)
+        time.sleep((len(text) - known) / 200_000)
+        self.seen.append(text)
+        if body.get("stream"):
+            return self._send({})
         answer = "" if self.fault == "empty" and len(text) > 6_000 else find(text)
-        usage = {"prompt_tokens": len(text) // 4}
+        usage = {"prompt_tokens": len(text) // 4, "prompt_tokens_details": {"cached_tokens": known // 4}}
+        if self.fault == "drifts":
+            answer += f" ({len(self.seen)})"
         return self._send({"choices": [{"message": {"content": answer}, "finish_reason": "stop"}], "usage": usage})
 
     def _send(self, value, status=200):
@@ -45,6 +56,10 @@ class Fake(BaseHTTPRequestHandler):
 
     def log_message(self, *_):
         pass
+
+
+def _common(one: str, other: str) -> int:
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def find(text: str) -> str:
@@ -66,7 +81,7 @@ def fake():
     made = []
 
     def start(fault=""):
-        handler = type("Handler", (Fake,), {"fault": fault})
+        handler = type("Handler", (Fake,), {"fault": fault, "seen": []})
         server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         made.append(server)
@@ -78,8 +93,8 @@ def fake():
         server.server_close()
 
 
-def ask(server, **options):
-    return run("multi-needle", server, GateOptions(quick=True, **options), lambda what, share: None, "prose")
+def ask(server, gate="multi-needle", **options):
+    return run(gate, server, GateOptions(quick=True, **options), lambda what, share: None, "prose")
 
 
 def test_a_perfect_server_passes_beside_a_control_that_cannot(fake):
@@ -95,6 +110,23 @@ def test_each_fault_of_a_server_gets_its_verdict(fault, verdict, fake):
     assert ask(fake(fault), length=4_000).verdict == verdict
 
 
+@pytest.mark.parametrize(
+    ("gate", "fault", "verdict", "why"),
+    [
+        ("reuse", "", "PASS", ""),
+        ("reuse", "forgets", "FAIL", "first token"),
+        ("reuse", "remembers wrongly", "BLIND", "another first word"),
+        ("resend", "", "PASS", ""),
+        ("resend", "drifts", "FAIL", "the same answer"),
+        ("resend", "error", "FAIL", "every request is answered"),
+    ],
+)
+def test_turns_that_are_sent_again_are_judged_from_outside(gate, fault, verdict, why, fake):
+    report = ask(fake(fault), gate, length=4_000)
+    assert report.verdict == verdict, report.reasons
+    assert why in " ".join(report.reasons) and report.not_run
+
+
 def test_no_server_and_gates_that_need_the_inside_are_refused(fake):
     with pytest.raises(ConfigError, match="doesn't list its models"):
         Server("http://127.0.0.1:9", None, 2.0)
@@ -106,7 +138,11 @@ def test_no_server_and_gates_that_need_the_inside_are_refused(fake):
 
 def test_our_own_server_passes_and_its_recall_can_be_switched_off(phantom):
     with served(phantom) as running:
-        report = ask(Server(running.base, None, 60.0), length=6_000)
+        server = Server(running.base, None, 60.0)
+        report = ask(server, length=4_500)
+        turns = [ask(server, gate, length=4_500) for gate in ("reuse", "resend")]
     assert report.verdict == "PASS", report.reasons
+    assert [turn.verdict for turn in turns] == ["PASS", "PASS"], [turn.reasons for turn in turns]
+    assert any("cached" in check.name for check in turns[0].checks)
     off = next(arm for arm in report.arms if arm.name == "recall off")
     assert off.red and off.hidden_pages > 0
