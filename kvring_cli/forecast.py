@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -37,7 +37,7 @@ def forecast(plan: Plan, config: EngineConfig, rates: Mapping[str, Bands], origi
     seen = capacity.pool_pages - capacity.window.free if capacity.ring else capacity.pool_pages
     try:
         found = predict(
-            work_of(plan.shape, plan.place),
+            work_of(plan.shape, plan.place, plan.weight_bits),
             rates,
             context=capacity.context,
             pool=capacity.pool_pages * PAGE,
@@ -92,7 +92,9 @@ def scaled(row: DeviceProfile, card: CardFacts) -> dict[str, Bands]:
     return {kind: tuple((size, rate * ratio(kind)) for size, rate in bands) for kind, bands in row.rates.items()}
 
 
-def work_of(shape: Shape, place: Place) -> Work:
-    """What a planned model asks of its place."""
+def work_of(shape: Shape, place: Place, weight_bits: float) -> Work:
+    """What a planned model asks of its place. A card is taken to read packed weights at the rate of plain ones."""
     four = place.device is None and shape.four_bit and place.dtype is torch.bfloat16
-    return Work.of(shape, place.dtype, four_bit=four)
+    work = Work.of(shape, place.dtype, four_bit=four)
+    packed = place.device is not None and weight_bits < 8 * place.dtype.itemsize
+    return replace(work, weight_bytes=weight_bits / 8, head_bytes=weight_bits / 8) if packed else work

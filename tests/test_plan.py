@@ -14,6 +14,7 @@ from engine.config import EngineConfig
 from engine.device_profile import DeviceProfile
 from engine.engine import Engine
 from engine.errors import ConfigError
+from engine.model.load import load_model
 from engine.platform import HostMemory, Platform
 from engine.units import GIB, MIB
 from kvring_cli import forecast as forecasts
@@ -22,7 +23,9 @@ from kvring_cli.cards import cards, find_card, preset_for, presets
 from kvring_cli.planning import card_place, here, make_plan, overview, plan_for
 from kvring_cli.predict import Work, predict, seconds
 from kvring_cli.shapes import PUBLISHED, shape_of
+from tests.gguf_models import save_gguf
 from tests.machines import H200, RTX_3060, laptop, linux_server
+from tests.models import tiny_model
 
 # --- what fits --------------------------------------
 
@@ -94,6 +97,19 @@ def test_a_plan_for_the_cpu_is_what_the_engine_then_builds(phantom, ram):
         assert planned.weight_bytes == pytest.approx(weights, rel=0.01)
     finally:
         built.close()
+
+
+def test_a_quantised_file_is_planned_for_as_it_is_loaded(tmp_path):
+    path = save_gguf(tiny_model("llama", hidden_size=256, intermediate_size=512), tmp_path / "m.gguf", "Q4_0")
+    shape, card = shape_of(str(path)), card_place(find_card("12gb"), 32 * GIB)
+    packed, dense = (make_plan(shape, card, EngineConfig(model="", weights=form)) for form in ("auto", "dense"))
+    file = sum(shape.source.source.bytes_of(name) for name in shape.source.source.shapes)
+    assert packed.weight_bytes <= 1.03 * file and dense.weight_bytes > 3 * file
+    on_cpu = replace(card, device=None)
+    planned = make_plan(shape, on_cpu, EngineConfig(model="")).weight_bytes
+    assert planned == pytest.approx(load_model(path, dtype=torch.bfloat16).transformer.weight_bytes, rel=0.03)
+    read = [forecasts.work_of(shape, card, bits).weight_bytes for bits in (packed.weight_bits, 16)]
+    assert read == [packed.weight_bits / 8, 2]
 
 
 def test_ram_is_an_input_and_halves_what_it_holds():

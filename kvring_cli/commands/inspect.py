@@ -71,6 +71,7 @@ def describe(path: Path) -> dict[str, Any]:
         **({"sliding_layers": config.sliding_layers, "sliding_window": config.window} if config.sliding else {}),
         "parameters": _parameters(source, layout, config),
         "weight_bytes": sum(sizes.values()),
+        "loaded_bytes": _loaded(source),
         "component_bytes": _by_component(sizes, layout, config),
         "dtypes": dict(sorted(kinds.items())),
         "kv_bytes_per_token": config.kv_bytes_per_token,
@@ -79,6 +80,18 @@ def describe(path: Path) -> dict[str, Any]:
         "chat_template": opened.chat is not None,
         "digest": opened.digest(),
         "complete": True,
+    }
+
+
+def _loaded(source: WeightSource) -> dict[str, int]:
+    """Bytes of the weights where they are computed with, by place and dtype, as `--weights auto` loads them."""
+    import torch
+
+    from engine.model.packing import held_bytes, packed_types
+
+    places = {"card": ("cuda", torch.bfloat16), "cpu": ("cpu", torch.bfloat16), "cpu float32": ("cpu", torch.float32)}
+    return {
+        name: held_bytes(source, source.shapes, packed_types("auto", *place), *place) for name, place in places.items()
     }
 
 
