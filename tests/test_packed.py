@@ -156,7 +156,7 @@ def test_the_cpus_four_bit_form_errs_as_rounding_to_bfloat16_does_and_keeps_ever
     assert torch.equal(matrix.dequantise(), plain.dequantise())
     index = torch.tensor([191, 0, 77, 64])
     assert torch.equal(TORCH.rows_of(matrix, index), plain.dequantise()[index])
-    for count in (1, 3, 40):
+    for count in (1, 40, 100):
         x = torch.randn(count, matrix.columns, generator=torch.Generator().manual_seed(count)).bfloat16()
         wanted = x.float() @ values(raw, kind).T
         assert furthest(linear(x, matrix), wanted) < 8e-3  # 2^-9 for each: scales, weights, two sums
@@ -231,27 +231,36 @@ def test_what_cannot_be_quantised_to_is_refused_with_what_can(tmp_path: Path) ->
         quantised(open_model(mixed_file(tmp_path / "m.gguf")), "q8_0")
 
 
-def greedy(path: Path, dtype: str, form: str, tokens: int) -> tuple[str, torch.Tensor]:
-    """An answer's text, and the logits of a text's every position, computed one row at a time and all at once."""
-    config = EngineConfig(model=str(path), device="cpu", dtype=dtype, weights=form, max_context=1024)
-    engine = Engine.load(config)
-    question = [{"role": "user", "content": "Count from one to fifty in words."}]
-    text = engine.complete(engine.prepare(question, SamplingParams(max_tokens=tokens, ignore_eos=True))).text
-    ids = engine.model.tokenizer.encode("The keeper counted 17 ships before noon; none of them flew a flag.")
-    logits = engine.logits(ids)
-    engine.audit()
-    engine.close()
-    return text, logits
+def smollm2(dtype: str, form: str) -> Engine:
+    config = EngineConfig(model=str(smollm2_file()), device="cpu", dtype=dtype, weights=form, max_context=1024)
+    return Engine.load(config)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tokens", "tolerance"),
-    [("bfloat16", 32, 2e-2), pytest.param("float32", 200, 1e-4, marks=pytest.mark.slow)],
-)
-def test_smollm2_says_the_same_packed_and_dequantised(dtype: str, tokens: int, tolerance: float) -> None:
-    """In bfloat16 a row is computed from 4-bit codes with rounded scales: sooner or later a near tie tips."""
-    (text, logits), (packed_text, packed_logits) = (
-        greedy(smollm2_file(), dtype, form, tokens) for form in ("dense", "packed")
-    )
-    assert packed_text == text
-    assert furthest(packed_logits, logits) < tolerance
+def test_smollm2_packed_is_as_near_to_float32_as_dequantised_weights_in_bfloat16_are() -> None:
+    """Both round; so in bfloat16 a near tie may tip either way, and greedy answers part there sooner or later."""
+    text = "The keeper counted 17 ships before noon; none of them flew a flag. They came from the south, one by one."
+    found = []
+    for dtype, form in (("float32", "dense"), ("bfloat16", "dense"), ("bfloat16", "packed")):
+        engine = smollm2(dtype, form)
+        found.append(engine.logits(engine.model.tokenizer.encode(text)))
+        engine.audit()
+        engine.close()
+    exact, dense, packed_logits = found
+    error, usual = (float((logits - exact).pow(2).mean().sqrt()) for logits in (packed_logits, dense))
+    assert error < 1.2 * usual
+    assert (packed_logits.argmax(-1) == exact.argmax(-1)).float().mean() >= 0.95
+    file = smollm2_file().stat().st_size
+    assert engine.model.transformer.weight_bytes < 1.25 * file
+
+
+@pytest.mark.slow
+def test_smollm2_says_the_same_packed_and_dequantised_over_200_tokens() -> None:
+    """In float32, where both forms have the file's very values."""
+    texts = []
+    for form in ("dense", "packed"):
+        engine = smollm2("float32", form)
+        question = [{"role": "user", "content": "Count from one to fifty in words."}]
+        texts.append(engine.complete(engine.prepare(question, SamplingParams(max_tokens=200, ignore_eos=True))).text)
+        engine.audit()
+        engine.close()
+    assert texts[0] == texts[1]

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 GROUP = 32
-FEW = 16
-"""Rows of x up to which it is faster than dequantising and multiplying (SmolLM2's matrices, two EPYC cores)."""
+FEW = 96
+"""Rows of x up to which it is faster than dequantising and multiplying: 28 us a row of 1,536 x 768, and 1.9 ms + 12 us
+a row (an EPYC core)."""
 BLOCK = 64
 """Rows that torch's kernel packs together; a piece of the matrix is a number of blocks."""
 
@@ -86,6 +87,11 @@ def order() -> Tensor | None:
     return torch.argsort(found[0]) if bool((found == found[0]).all()) else None
 
 
+@cache
+def _in_order() -> bool:
+    return order().tolist() == list(range(BLOCK))
+
+
 def _scales(scale: Tensor, centre: Tensor) -> Tensor:
     return torch.stack([scale, centre], -1).transpose(0, 1).contiguous().bfloat16()
 
@@ -104,7 +110,9 @@ def _unpack(packed: Tensor, rows: slice | Tensor) -> Tensor:
     blocks = packed.view(-1, columns, BLOCK // 2)
     if isinstance(rows, slice):
         first, last, _ = rows.indices(packed.shape[0])
-        chosen = _nibbles(blocks[first // BLOCK : -(-last // BLOCK)])[..., order()]
+        chosen = _nibbles(blocks[first // BLOCK : -(-last // BLOCK)])
+        if not _in_order():
+            chosen = chosen[..., order()]
         return chosen.transpose(1, 2).reshape(-1, columns)[: last - first]
     place = order()[rows % BLOCK]
     half = blocks[rows // BLOCK, :, place % (BLOCK // 2)]
