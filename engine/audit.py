@@ -86,7 +86,7 @@ def _tails(runner: Runner, sequences: list[Sequence]) -> list[str]:
     for page, part in runner.tails.snapshots().items():
         if runner.host.references[page] == 0:
             faults.append(f"9: a snapshot stands at the end of page {page}, which nobody owns")
-        if part.shape[3] % PAGE or not 0 < part.shape[3] <= shape.pages * PAGE:
+        if part.shape[3] % PAGE or part.shape[3] > shape.pages * PAGE:
             faults.append(f"9: the snapshot of page {page} holds {part.shape[3]} tokens")
     return faults
 

@@ -35,7 +35,7 @@ from engine.kv.host import HostStore
 from engine.kv.page import KVShape
 from engine.kv.pinning import CudaRegistrar
 from engine.kv.pool import DevicePool
-from engine.kv.tail import Tails, TailShape, plan_tails
+from engine.kv.tail import TAILS, Tails, TailShape, plan_tails
 from engine.model.load import LoadedModel, load_model
 from engine.ops.attention import SEGMENT
 from engine.ops.geometry import STAGED_PAGES
@@ -121,6 +121,10 @@ class Engine:
         pool = DevicePool(shape, self.capacity.pool_pages, pages, device, self.routes)
         digests = Digests(shape, pages, device, transformer.rope)
         say(f"pool {format_bytes(pool.bytes)}, {self.capacity.pool_pages:,} pages")
+        if tail.layers:
+            tails, kept = format_bytes(self.capacity.tail_bytes), format_bytes(self.capacity.snapshot_bytes)
+            say(f"{tail.layers} layers slide over {tail.window:,} tokens and don't page")
+            say(f"{TAILS} tails {tails}, their snapshots up to {kept} of the host")
         runner = Runner(
             transformer,
             pool,

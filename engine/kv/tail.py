@@ -17,11 +17,11 @@ from torch import Tensor
 from engine.config import PAGE, EngineConfig
 
 SNAPSHOTS = 16
-"""That are kept, the least recently used go first: a long context's eight and some conversations' ends."""
+"""So many are kept, the least recently used go first: eight along a long prompt, and some conversations' ends."""
 TAILS = 4
 """Sequences that memory is planned for; the server serves no more at once by default."""
 SPACING = 16
-"""Windows from one snapshot of a long prompt to the next, at least; and no more than so many eighths of a context."""
+"""Windows from one snapshot of a long prompt to the next, at least; an eighth of the context where that is more."""
 SLACK = 1024
 """Tokens of room beyond window and chunk, so that decoding moves the window together seldom."""
 
