@@ -208,6 +208,14 @@ def test_a_folder_is_quantised_while_it_is_loaded(tmp_path: Path) -> None:
     assert loaded.transformer.weight_bytes < 0.3 * plain.transformer.weight_bytes
 
 
+def test_matrices_that_do_not_divide_into_blocks_are_named(tmp_path: Path) -> None:
+    folder = save_folder(tiny_model("llama", hidden_size=48, head_dim=16, intermediate_size=64), tmp_path / "model")
+    loaded = load_model(folder, weights="q8_0")
+    assert isinstance(loaded.transformer.weights.layers[0].gate_up, torch.Tensor)
+    assert isinstance(loaded.transformer.weights.layers[0].down, Packed)
+    assert any("no whole blocks of Q8_0" in note for note in loaded.notes)
+
+
 def test_only_a_model_trained_to_be_ternary_becomes_so(tmp_path: Path) -> None:
     model = tiny_model("llama", hidden_size=256, intermediate_size=512, head_dim=64)
     with pytest.raises(ModelError, match="not trained to be ternary"):

@@ -80,6 +80,12 @@ def load_model(
     kernels, troubles = kernels_for(device, dtype, types.intersection(map(source.kind_of, source.shapes)))
     packing = Packing(device, dtype, kernels)
     grown = explain(source, source.shapes, packing)
+    kept = getattr(source, "kept", ())
+    if kept:
+        troubles.append(
+            f"{len(kept)} matrices stay as they are, because their rows are no whole blocks of "
+            f"{opened.quantised_to}: {min(kept)}, for one"
+        )
     return LoadedModel(
         transformer=Transformer(opened.config, assemble(opened.config, source, opened.layout, packing)),
         tokenizer=opened.tokenizer,

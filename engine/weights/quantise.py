@@ -35,7 +35,7 @@ class QuantisedSource:
     """Another source, with the matrices of `names` as one type. Implements WeightSource.
 
     ConfigError for a type that can't be quantised to; ModelError, when a matrix is read, if it isn't ternary and
-    should be. Matrices whose rows are no whole number of blocks stay as they are.
+    should be. Matrices whose rows are no whole number of blocks stay as they are: `kept` names them.
     """
 
     def __init__(self, source: WeightSource, kind: QuantType, names: set[str]) -> None:
@@ -48,6 +48,7 @@ class QuantisedSource:
         self.shapes = source.shapes
         self._source, self._kind = source, kind
         self._names = {name for name in names if source.shapes[name][-1] % kind.block == 0}
+        self.kept = names - self._names | getattr(source, "kept", set())
 
     def blocks(self, name: str) -> Iterator[tuple[int, Tensor]]:
         return self._source.blocks(name)
