@@ -107,7 +107,7 @@ def test_losing_is_only_called_so_beyond_chance():
 def test_recall_off_by_the_users_switch_turns_the_gate_red(phantom):
     config = EngineConfig(model=str(phantom_folder()), retrieve="off")
     context = Context(config, phantom, GateOptions(quick=True), lambda what, share: None)
-    report = run_in("multi-needle", context, tokens=12_000)
+    report = run_in("multi-needle", context, tokens=9_000)
     assert report.exit_code == 1 and "NINFER_KV_RETRIEVE" in report.reasons[0]
     default = next(arm for arm in report.arms if arm.name == "default")
     assert default.hits <= 1 and default.hidden_pages > 0 and default.pages_selected == 0

@@ -158,7 +158,7 @@ def test_answers_in_turn_keep_their_own_windows(pair):
         sessions = []
         for word in ("keeper", "river"):
             text = TEXT[:1400] + f"\nWhat did the {word} write?"
-            sessions.append(each.admit(each.prepare(text, SamplingParams(max_tokens=4, ignore_eos=True))))
+            sessions.append(each.admit(each.prepare(text, SamplingParams(max_tokens=3, ignore_eos=True))))
         while each.step():
             each.audit()
         results.append([session.result().tokens for session in sessions])
@@ -166,8 +166,8 @@ def test_answers_in_turn_keep_their_own_windows(pair):
 
 
 def test_a_step_that_fails_half_way_leaves_the_tables_true(pair, monkeypatch):
-    _, engine = pair(kv_capacity=768)
-    wanted = answer(engine).tokens
+    torch_engine, engine = pair(kv_capacity=768)
+    wanted = answer(torch_engine).tokens
     driven = engine._runner.driven
     driven.graphs = False
     attend, calls = driven._attend, [0]
