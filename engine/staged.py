@@ -27,8 +27,8 @@ from engine.ops.upload import upload
 
 UNITS = 128
 COLD_UNITS = 16
-"""Programs that lay out a segment with cold pages: enough for PCIe, few beside the attention that runs meanwhile. Twelve
-were slower: an exact prefill of 131K tokens at 9,765 tok/s against 9,962 (H200)."""
+"""Programs that lay out a segment with cold pages: enough for PCIe, few beside the attention that runs meanwhile.
+Twelve were slower: an exact prefill of 131K tokens at 9,765 tok/s against 9,962 (H200)."""
 
 
 class Stager:
