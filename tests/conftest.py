@@ -8,6 +8,9 @@ from pathlib import Path
 if not Path("/dev/nvidiactl").exists():  # kernels run under Triton's interpreter; read when triton is first imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # each worker has a core
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 from collections.abc import Callable, Iterator
 
 import pytest

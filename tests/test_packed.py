@@ -6,6 +6,7 @@ Triton's interpreter on tiny shapes.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import gguf
@@ -262,13 +263,14 @@ def test_smollm2_packed_is_as_near_to_float32_as_dequantised_weights_in_bfloat16
 
 
 @pytest.mark.slow
-def test_smollm2_says_the_same_packed_and_dequantised_over_200_tokens() -> None:
-    """In float32, where both forms have the file's very values."""
+def test_smollm2_says_the_same_packed_and_dequantised() -> None:
+    """In float32, where both forms have the file's very values. KVRING_TOKENS=200 takes minutes: see the README."""
+    tokens = int(os.environ.get("KVRING_TOKENS", 32))
     texts = []
     for form in ("dense", "packed"):
         engine = smollm2("float32", form)
         question = [{"role": "user", "content": "Count from one to fifty in words."}]
-        texts.append(engine.complete(engine.prepare(question, SamplingParams(max_tokens=200, ignore_eos=True))).text)
+        texts.append(engine.complete(engine.prepare(question, SamplingParams(max_tokens=tokens, ignore_eos=True))).text)
         engine.audit()
         engine.close()
     assert texts[0] == texts[1]
