@@ -188,8 +188,9 @@ def key_values(draft: Draft) -> Made:
     def code() -> str:
         return f"{rng.getrandbits(32):08x}-{rng.getrandbits(16):04x}"
 
-    size = draft.count.text(f'\n"{code()}": "{code()}",')
-    pairs = {code(): code() for _ in range(max(draft.asked, (draft.tokens - 120) // (size + 1)))}
+    sample = [f'\n"{code()}": "{code()}",' for _ in range(64)]  # one alone may be a tenth shorter than most
+    size = draft.count.text("".join(sample)) / len(sample)
+    pairs = {code(): code() for _ in range(max(draft.asked, int((draft.tokens - 120) / (size + 0.1))))}
     text = "{\n" + ",\n".join(f'"{key}": "{value}"' for key, value in pairs.items()) + "\n}"
     keys = list(pairs)
     inside = range(len(keys) // 20, max(len(keys) // 20 + draft.asked, 3 * len(keys) // 4))
