@@ -52,11 +52,15 @@ class RecallReport:
     bytes_fetched: int
     fetch_seconds: float
     lexical_matches: int
+    prompt_hidden: int = 0  # past pages that the prompt's end did not see although recall read it, and selected none
 
     @property
     def blind(self) -> bool:
-        """Pages were out of sight to the end and none was ever selected: recall is off, or at fault."""
-        return self.over_pool and self.hidden_pages > 0 and not self.pages_selected
+        """Pages were out of sight, and of them none was selected to the end, or for a prompt that recall read.
+
+        Recall is off, or at fault.
+        """
+        return self.prompt_hidden > 0 or (self.over_pool and self.hidden_pages > 0 and not self.pages_selected)
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,7 @@ class Session:
         self._modes: list[str] = []
         self._began = time.perf_counter()
         self._prefilled = self._first = 0.0
+        self._prompt_hidden = 0
 
     @staticmethod
     def accepts(prepared: Prepared) -> set[str]:
@@ -74,7 +75,10 @@ class Session:
             self.recall.ask(self.prepared.ids[:start], self.prepared.ids[first:last])
 
     def prefilled(self) -> None:
+        """After the prompt's last step."""
         self._prefilled = time.perf_counter()
+        if self.trace.over_pool and self._modes[-1] == "recall" and not self.recall.pages_selected:
+            self._prompt_hidden = self.trace.hidden_pages
 
     def draw(self, logits: Tensor) -> Token:
         """The next token, and `finish` if it ends the answer."""
@@ -143,6 +147,7 @@ class Session:
             bytes_fetched=moved.bytes_fetched,
             fetch_seconds=moved.fetch_seconds,
             lexical_matches=self.recall.lexical_matches,
+            prompt_hidden=self._prompt_hidden,
         )
         timings = Timings(self._prefilled - self._began, self._first - self._began, now - self._first)
         warnings = self.prepared.notes + self._warnings(report)
@@ -160,6 +165,12 @@ class Session:
             )
         if report.scorer == "lexical" and report.decode_mode == "recall" and not report.lexical_matches:
             found.append("lexical recall found no page that shares a word with the question; nothing was selected")
+        if report.blind and report.decode_mode != "window":
+            whole = not report.pages_selected
+            found.append(
+                f"recall selected nothing {'at all' if whole else 'for the prompt'}, and "
+                f"{report.hidden_pages if whole else report.prompt_hidden:,} pages stayed out of sight: this is a fault"
+            )
         return tuple(found)
 
     def _strip(self) -> tuple[PageView, ...]:

@@ -59,11 +59,11 @@ class Live:
 
 @contextmanager
 def served(
-    model: LoadedModel, settings: ServeSettings | None = None, load: Any = None, **engine: Any
+    model: LoadedModel, settings: ServeSettings | None = None, load: Any = None, log: Any = None, **engine: Any
 ) -> Iterator[Live]:
     """Ready when the block begins (unless `load` is given), audited and closed when it ends."""
     config = EngineConfig(model="", **{**SMALL, **engine})
-    service = Service(load or (lambda loaded: Engine(config, model)), settings or ServeSettings())
+    service = Service(load or (lambda loaded: Engine(config, model)), settings or ServeSettings(), log)
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     server = uvicorn.Server(

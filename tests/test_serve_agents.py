@@ -90,17 +90,29 @@ def test_tools_stay_in_the_window_of_a_prompt_over_the_pool(phantom, words):
         assert session["over_pool"] and session["strip"].startswith("s" * (tokens // 64))
 
 
-def test_a_recall_that_selects_nothing_shows_in_answer_log_and_metrics(phantom, words, monkeypatch, capsys):
+@pytest.mark.parametrize("blind, said", [("throughout", "at all"), ("in prefill", "for the prompt")])
+def test_a_recall_that_selects_nothing_shows_in_answer_log_and_metrics(
+    phantom, words, monkeypatch, capsys, blind, said
+):
     from engine.recall.recall import Recall
     from engine.recall.select import EMPTY
 
-    monkeypatch.setattr(Recall, "select", lambda self, *place: EMPTY)
+    real = Recall.select
+
+    def select(self, layer, plain, *place):
+        return EMPTY if blind == "throughout" or len(plain) > 1 else real(self, layer, plain, *place)
+
+    monkeypatch.setattr(Recall, "select", select)
     with served(phantom) as live:
         answer = live.chat(words(4000, 2), kvring={"prefill": "recall"}, ignore_eos=True)
         live.wait(lambda: "kvring_over_pool_without_selection_total 1.0" in live.http.get("/metrics").text)
-    assert answer["kvring"]["over_pool"] and not answer["kvring"]["recall"]["pages_selected"]
+        monkeypatch.undo()
+        good = live.chat(words(4000, 3), kvring={"prefill": "recall"}, ignore_eos=True)
+        assert "kvring_over_pool_without_selection_total 1.0" in live.http.get("/metrics").text
+    assert answer["kvring"]["over_pool"] and good["kvring"]["over_pool"] and not good["kvring"]["warnings"]
+    assert (answer["kvring"]["recall"]["pages_selected"] == 0) == (blind == "throughout")
     assert any("this is a fault" in warning for warning in answer["kvring"]["warnings"])
-    assert "recall selected nothing" in capsys.readouterr().err
+    assert f"recall selected nothing {said}" in capsys.readouterr().err
 
 
 def test_requests_that_outgrow_the_host_store_together_end_one_by_one(phantom, monkeypatch):

@@ -129,6 +129,22 @@ def test_strict_refuses_what_would_only_be_warned_of(monkeypatch, capsys):
     assert "NINFER_KV_RETRIEVE" in capsys.readouterr().err
 
 
+def test_an_open_door_is_warned_of_and_strict_refuses_it(capsys):
+    public = ["serve", "phantom", "--host", "0.0.0.0", "--port", "0", "--max-context", "8192"]
+    assert call([*public, "--kv-capacity", "64"]) == 1  # too small: it ends here
+    said = capsys.readouterr().err
+    assert "can be reached by others" in said and "a pool of" in said
+    assert call([*public, "--strict"]) == 1
+    assert "--strict: 0.0.0.0 can be reached by others" in capsys.readouterr().err
+    assert call([*public, "--api-key", ""]) == 1
+    assert "--api-key is empty" in capsys.readouterr().err
+
+
+def test_a_request_log_that_can_not_be_written_is_told_before_anything_is_loaded(capsys, tmp_path):
+    assert call(["serve", "phantom", "--port", "0", "--request-log", str(tmp_path / "none" / "log")]) == 1
+    assert "can't be written" in capsys.readouterr().err
+
+
 def test_strict_refuses_a_slower_path_that_was_taken(monkeypatch, capsys):
     from engine.engine import Engine
 

@@ -6,13 +6,16 @@ import json
 import socket
 import threading
 import time
+from pathlib import Path
 from random import Random
 
+import openai
 import pytest
 
 from engine.engine import Engine
 from engine.errors import EngineError
 from engine.runner import Runner
+from kvring_cli.server.log import RequestLog
 from kvring_cli.server.service import ServeSettings
 from tests.serving import Live, served
 
@@ -95,6 +98,8 @@ WRONG = [
     {"n": 2},
     {"n": True},
     {"response_format": {"type": "json_object"}},
+    {"chat_template": "{{ 1 }}"},
+    {"repeat_penalty": 1.3},
 ]
 
 
@@ -207,6 +212,20 @@ def test_unknown_routes_and_methods_are_told_in_the_routes_form(live):
     assert live.http.get("/v1/messages").json()["type"] == "error"
 
 
+def test_no_other_site_may_ask(live):
+    asked = {"Origin": "https://example.org", "Access-Control-Request-Method": "POST"}
+    for response in (live.http.options(CHAT, headers=asked), live.http.get("/v1/models", headers=asked)):
+        assert not [name for name in response.headers if name.startswith("access-control")]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no full disk here")
+def test_a_full_disk_ends_the_request_log_and_no_answer(phantom, capsys):
+    with served(phantom, log=RequestLog("/dev/full")) as live:
+        for _ in range(2):
+            live.chat("Hello")
+    assert capsys.readouterr().err.count("nothing more is written to /dev/full") == 1
+
+
 def test_metrics_are_prometheus_text_with_the_engines_counters(live):
     live.chat("Hello")
     response = live.http.get("/metrics")
@@ -267,7 +286,8 @@ def test_a_stream_in_the_queue_shows_signs_of_life_and_hears_of_its_deadline(pha
             assert list(response.iter_lines())[-2] == "data: [DONE]"
 
 
-def test_a_failure_in_one_stream_is_one_error_event_and_no_done(live, monkeypatch):
+@pytest.mark.parametrize("route", [CHAT, "/v1/messages"])
+def test_a_failure_in_one_stream_is_one_error_event_and_no_done(live, monkeypatch, route):
     real, count = Runner.step, iter(range(100))
 
     def failing(self, steps):
@@ -276,10 +296,12 @@ def test_a_failure_in_one_stream_is_one_error_event_and_no_done(live, monkeypatc
         return real(self, steps)
 
     monkeypatch.setattr(Runner, "step", failing)
-    with live.http.stream("POST", CHAT, json=body(stream=True, max_tokens=20, ignore_eos=True)) as response:
-        events = [line[6:] for line in response.iter_lines() if line.startswith("data: ")]
-    assert json.loads(events[-1])["error"]["message"] == "injected" and "[DONE]" not in events
-    assert sum("error" in event for event in events) == 1
+    with live.http.stream("POST", route, json=body(stream=True, max_tokens=20, ignore_eos=True)) as response:
+        lines = [line for line in response.iter_lines() if line]
+    assert json.loads(lines[-1].removeprefix("data: "))["error"]["message"] == "injected"
+    assert lines[-2] == "event: error" or route == CHAT
+    assert not {"data: [DONE]", "event: message_stop"} & set(lines)
+    assert sum('"error"' in line for line in lines) == 1
     monkeypatch.undo()
     live.chat("Hello")
     live.audit()
@@ -345,20 +367,23 @@ def test_while_the_model_loads_only_health_answers(phantom):
 
     with served(phantom, load=load) as live:
         assert live.http.get("/health").json()["status"] == "loading"
-        refused = live.http.post(CHAT, json=body())
-        error(refused, 503, "model_loading")
-        assert int(refused.headers["retry-after"]) > 0
+        refusals = [live.http.get(path) for path in ("/v1/models", "/metrics", "/v1/ring", "/nothing")]
+        for refused in (live.http.post(CHAT, json=body()), *refusals):
+            error(refused, 503, "model_loading")
+            assert int(refused.headers["retry-after"]) > 0
         gate.set()
         live.wait(lambda: live.http.get("/health").status_code == 200)
         live.chat("Hello")
 
 
 def test_a_key_is_asked_of_everybody_but_health(phantom):
-    with served(phantom, ServeSettings(api_key="schlüssel")) as live:
+    with served(phantom, ServeSettings(api_key="schlüssel", model_id="mine")) as live:
         assert live.http.get("/health").status_code == 200
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"x-api-key": "schl"}, {"Authorization": "schlüssel"}):
             sent = {name: value.encode() for name, value in headers.items()}
             error(live.http.get("/v1/models", headers=sent), 401, "invalid_api_key")
         for headers in ({"Authorization": "Bearer schlüssel"}, {"x-api-key": "schlüssel"}):
             sent = {name: value.encode() for name, value in headers.items()}
-            assert live.http.get("/v1/models", headers=sent).status_code == 200
+            assert live.http.get("/v1/models", headers=sent).json()["data"][0]["id"] == "mine"
+        with pytest.raises(openai.AuthenticationError):
+            openai.OpenAI(base_url=f"{live.base}/v1", api_key="wrong", max_retries=0).models.list()

@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 import time
+from itertools import pairwise
 
 import httpx
 import pytest
@@ -97,6 +98,40 @@ def test_a_silent_prefill_sends_signs_of_life(live, words):
     assert lines[-2] == "data: [DONE]"
 
 
+def test_progress_without_a_word_is_no_sign_of_life(live):
+    """It was: chunks of 4.9 s put each sign off, and nothing was sent for 9.8 s."""
+    from types import SimpleNamespace
+
+    from engine.config import SamplingParams
+    from engine.result import Progress, Result
+    from kvring_cli.server.ask import Answer, Ask
+    from kvring_cli.server.job import Admitted
+
+    async def run() -> list[float]:
+        engine, log = live.engine, SimpleNamespace(done=lambda answer: None)
+        service = SimpleNamespace(worker=None, engine=engine, settings=ServeSettings(keep_alive=0.2), log=log)
+        service.worker = SimpleNamespace(submit=lambda job: None, cancel=lambda job: None)
+        prepared = engine.prepare("The river", SamplingParams(max_tokens=1))
+        answer = Answer(service, Ask("openai-text", "The river", prepared.sampling), prepared)
+        answer.stream.job.deliver([Admitted()])
+
+        async def work() -> None:
+            for done in range(8):
+                await asyncio.sleep(0.15)
+                answer.stream.job.deliver([Progress(done, 8, "exact")])
+            answer.stream.job.deliver([Result("", (), "stop", None, None, None)])
+
+        working, said = asyncio.ensure_future(work()), [time.perf_counter()]
+        async for part in answer.parts():
+            assert part is None
+            said.append(time.perf_counter())
+        await working
+        return [after - before for before, after in pairwise(said)]
+
+    silences = asyncio.run(run())
+    assert len(silences) >= 4 and max(silences) < 0.28
+
+
 @pytest.mark.parametrize("moment", ["prefill", "stream"])
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_away_holds_nothing(live, words, moment, stream):
@@ -138,7 +173,7 @@ def test_a_cancel_that_meets_an_event_is_not_lost(ticks):
 
         async def read() -> None:
             await stream.begin(5, 5)
-            async for _ in stream.events(5):
+            async for _ in stream.events(lambda: time.perf_counter() + 5):
                 pass
 
         reading = asyncio.ensure_future(read())

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from engine.text.reasoning import Reasoning, ThinkingBudget, thinking_limit
 from engine.text.tools import Call, CallReader, parse_calls
+from kvring_cli.server import blocks, messages
 from kvring_cli.server.blocks import from_anthropic
 from kvring_cli.server.errors import APIError
 from kvring_cli.server.messages import from_openai
@@ -67,6 +68,15 @@ def test_a_budget_closes_thinking_once():
     assert [list(budget(n, "x")) for n in range(5)] == [[], [], [7, 8], [], []]
     assert budget.spent
     assert thinking_limit(100, None, 4) == 71 and thinking_limit(100, 5, 4) == 5 and thinking_limit(100, 500, 4) == 71
+
+
+def test_each_way_to_say_how_long_to_think_reaches_budget_and_template():
+    off, on = {"enable_thinking": False}, {"enable_thinking": True}
+    assert messages.thinking_of(off, None) == (None, off) and messages.thinking_of(None, "none") == (0, off)
+    assert messages.thinking_of(None, "low") == (1024, {**on, "reasoning_effort": "low"})
+    assert messages.thinking_of(None, None) == (None, {}) == blocks.thinking_of(None)
+    assert blocks.thinking_of({"type": "enabled", "budget_tokens": 2048}) == (2048, on)
+    assert blocks.thinking_of({"type": "disabled"}) == (0, off)
 
 
 CALLS = [

@@ -189,5 +189,19 @@ def test_a_server_that_stops_answering_is_looked_at_again(serve):
     assert "nothing answers" in _frame(source, patient=True).plain
 
 
+def test_what_a_real_server_says_can_be_drawn(phantom, capsys):
+    from tests.serving import served
+
+    with served(phantom) as live:
+        body = {"messages": [{"role": "user", "content": "Hello"}], "stream": True, "ignore_eos": True}
+        with live.http.stream("POST", "/v1/chat/completions", json=body) as response:
+            lines = response.iter_lines()  # one that is dropped closes the stream
+            next(lines)
+            live.wait(lambda: live.http.get("/v1/ring").json()["sessions"])
+            assert call(["top", "--once", "--url", live.base]) == 0
+    shown = capsys.readouterr().out
+    assert "phantom" in shown and "of 40 pages" in shown and "req#1 |" in shown
+
+
 def test_metrics_are_summed_over_labels():
     assert read_metrics(METRICS)["kvring_refused_total"] == 3

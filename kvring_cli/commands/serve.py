@@ -13,6 +13,7 @@ import typer
 
 from engine.errors import ConfigError, KVRingError
 from kvring_cli import console
+from kvring_cli.files import check_writable
 from kvring_cli.options import CardProfile, Flags, Model, Verbose, engine_options
 
 if TYPE_CHECKING:
@@ -87,12 +88,19 @@ def serve(
     record = Record(resolved)
     if strict and resolved.warnings:
         raise ConfigError(f"--strict: {resolved.warnings[0]}", "mend it, or leave --strict out")
+    if api_key == "":
+        raise ConfigError("--api-key is empty: everybody could come in", "a key, or leave --api-key out")
+    key = api_key or os.environ.get("KVRING_API_KEY") or None
+    if key is None and not _loopback(host):
+        exposed = f"{host} can be reached by others, and there is no --api-key"
+        if strict:
+            raise ConfigError(f"--strict: {exposed}", "--api-key KEY, or leave --strict out")
+        console.warn(exposed)
+    if request_log is not None:
+        check_writable("--request-log", request_log)
     listener = _bind(host, port)
     from kvring_cli.server.service import ServeSettings
 
-    key = api_key or os.environ.get("KVRING_API_KEY") or None
-    if key is None and not _loopback(host):
-        console.warn(f"{host} can be reached by others, and there is no --api-key")
     settings = ServeSettings(
         model_id=model_id,
         api_key=key,

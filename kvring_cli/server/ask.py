@@ -70,6 +70,7 @@ class Answer:
         self.error: BaseException | None = None  # what ended its stream
         self._closed = False
         self._left_out = 0
+        self._spoken = 0.0  # when the client last heard something
 
     async def __aenter__(self) -> Answer:
         await self.stream.__aenter__()
@@ -99,8 +100,8 @@ class Answer:
         while not await self.begin():
             yield None
         silence = self.service.settings.keep_alive
-        spoken = time.perf_counter()
-        async for event in self.stream.events(silence):
+        self._spoken = time.perf_counter()
+        async for event in self.stream.events(lambda: self._spoken + silence):
             parts: list[Part] = []
             if isinstance(event, Progress):
                 self.progress = event
@@ -118,9 +119,9 @@ class Answer:
                 yield part
             now = time.perf_counter()
             if parts:
-                spoken = now
-            elif event is None or now - spoken >= silence:
-                spoken = now
+                self._spoken = now
+            elif event is None or now - self._spoken >= silence:
+                self._spoken = now
                 yield None
         self.service.log.done(self)
 
@@ -176,11 +177,6 @@ class Answer:
             found.append(why)
         if self._left_out:
             found.append(f"{self._left_out} further tool calls were left out: parallel_tool_calls is false")
-        recall = self.result.recall
-        if recall.blind and recall.decode_mode == "recall":
-            found.append(
-                f"recall selected nothing and {recall.hidden_pages:,} pages stayed out of sight: this is a fault"
-            )
         if self.budget is not None and self.budget.spent:
             found.append("thinking was ended at its budget, so that room for the answer was left")
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -93,12 +94,18 @@ class RequestLog:
                 "warnings": answer.warnings(),
             }
         with self._turn:
-            self._file.write(json.dumps(line) + "\n")
-            self._file.flush()
+            try:
+                self._file.write(json.dumps(line) + "\n")
+                self._file.flush()
+            except OSError as error:  # a full disk takes no answer with it
+                console.warn(f"nothing more is written to {self._file.name}: {error.strerror or error}")
+                self.close()
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            file, self._file = self._file, None
+            with contextlib.suppress(OSError):  # what it still holds, it could not write before
+                file.close()
 
 
 def ready_lines(engine: Engine, seconds: float) -> list[str]:

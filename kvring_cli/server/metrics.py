@@ -19,7 +19,7 @@ _COUNTERS = {
     "cached_tokens": "Prompt tokens that were not computed again.",
     "generated_tokens": "Generated tokens.",
     "over_pool": "Requests larger than the pool.",
-    "over_pool_without_selection": "Requests larger than the pool whose recall selected nothing: a fault.",
+    "over_pool_without_selection": "Requests larger than the pool that recall selected nothing for: off, or a fault.",
     "layer_pages_fetched": "Pages brought back from the host for recall, counted per layer.",
     "layer_pages_streamed": "Pages streamed through for exact attention, counted per layer.",
     "bytes_fetched": "Bytes brought back from the host.",

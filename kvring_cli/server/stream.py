@@ -80,12 +80,12 @@ class Stream:
         self._begun = True
         return True
 
-    async def events(self, silence: float) -> AsyncIterator[Progress | Token | Result | None]:
-        """What happens; None when nothing did for `silence` seconds. An error of the request is raised."""
+    async def events(self, due: Callable[[], float]) -> AsyncIterator[Progress | Token | Result | None]:
+        """What happens; None when nothing did until `due` (of perf_counter). An error of the request is raised."""
         from engine.result import Result
 
         while True:
-            events = await self._next(silence)
+            events = await self._next(max(0.0, due() - time.perf_counter()))
             if events is None:
                 yield None
             for event in events or ():
