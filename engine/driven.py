@@ -24,7 +24,7 @@ from engine.kv.transfer import Transfer, TransferStats
 from engine.layout import Layout, lay_out
 from engine.model.transformer import Transformer
 from engine.ops import geometry as g
-from engine.ops import triton_pages, triton_select
+from engine.ops import triton_pages, triton_select, triton_slots
 from engine.ops.geometry import Turns
 from engine.ops.triton_attention import PagedAttention
 from engine.ops.triton_layers import TRITON
@@ -99,13 +99,13 @@ class DrivenSteps:
         def ints(*size: int) -> Tensor:
             return torch.zeros(*size, dtype=torch.int32, device=device)
 
-        self._tables = triton_select.Tables(
+        self._tables = triton_slots.Tables(
             ints(layers, host.pages),
             ints(layers, slots),
             ints(layers, slots),
             torch.zeros(host.pages, dtype=torch.uint8, device=device),
         )
-        self._misses = triton_select.Misses.empty(layers, slots, device)
+        self._misses = triton_slots.Misses.empty(layers, slots, device)
         self._windows = ints(layers, slots)
         self._ids = ints(pages + own)
         self._role = torch.zeros(self._pages, dtype=torch.uint8, device=device)
@@ -317,7 +317,7 @@ class DrivenSteps:
     def _open(self, frame: Frame) -> None:
         self._geometry.copy_(self._geometry_in, non_blocking=True)
         fresh = self._upload(np.asarray(frame.fresh, dtype=np.int32))
-        triton_select.open_pages(fresh, self.pool.data, self._tables, self._misses.places, self._geometry)
+        triton_slots.open_pages(fresh, self.pool.data, self._tables, self._misses.places, self._geometry)
 
     def _upload(self, array: np.ndarray) -> Tensor:
         return upload(array, self._counters.device)
@@ -389,7 +389,7 @@ class DrivenSteps:
                 triton_select.rank(self._scores, self._bars[layer], why, self._role, self._geometry, HYSTERESIS)
                 triton_select.pick(self._scores, self._role, why, window, self._geometry, kind.neighbors)
             misses = self._misses.layer(layer)
-            triton_select.bring(window, self._ids, tables, misses, self._geometry, self._counters, self.compact)
+            triton_slots.bring(window, self._ids, tables, misses, self._geometry, self._counters, self.compact)
             if self.in_place:
                 triton_pages.gather(host, pool, misses.pages, misses.places, misses.count, self._gather_units)
             else:

@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="triton has no wheel here")
 from engine.config import PAGE  # noqa: E402
 from engine.kv.dtype import KV, Form  # noqa: E402
 from engine.ops import geometry as g  # noqa: E402
-from engine.ops import triton_layers, triton_pages, triton_score, triton_select  # noqa: E402
+from engine.ops import triton_layers, triton_pages, triton_score, triton_select, triton_slots  # noqa: E402
 from engine.ops.attention import PartialAttention  # noqa: E402
 from engine.ops.geometry import Turns  # noqa: E402
 from engine.ops.norm import rms_norm  # noqa: E402
@@ -197,7 +197,7 @@ def test_ranks_and_picks_choose_what_the_reference_chooses(seed, compact):
     before = {name: getattr(tables, name).clone() for name in ("slot_of", "page_in", "last_used")}
     fixed = np.flatnonzero(always | np.isin(np.arange(past), taken))
     window = ints(np.concatenate([fixed, np.full(capacity - len(fixed), -9)]))
-    misses = triton_select.Misses.empty(1, slots, DEVICE).layer(0)
+    misses = triton_slots.Misses.empty(1, slots, DEVICE).layer(0)
     left, depth = budget - len(taken), min(budget, int(eligible.sum()))
     assert depth <= triton_select.most_ranks(kv_heads, capacity)
     state = geometry(PAST=past, LEFT=left, DEPTH=depth, WINDOW=len(fixed) + left, TICK=9)
@@ -211,7 +211,7 @@ def test_ranks_and_picks_choose_what_the_reference_chooses(seed, compact):
     )
     triton_select.rank(scores, bars, why, role, state, HYSTERESIS)
     triton_select.pick(scores, role, why, window, state, neighbors)
-    triton_select.bring(window, ints(ids), tables, misses, state, counters, compact)
+    triton_slots.bring(window, ints(ids), tables, misses, state, counters, compact)
 
     expected = np.sort(np.concatenate([wanted, np.flatnonzero(always)]))
     got = window[: len(expected)].tolist()
@@ -221,7 +221,7 @@ def test_ranks_and_picks_choose_what_the_reference_chooses(seed, compact):
     assert int(counters[g.FETCHED]) == int(misses.count)
 
 
-def random_tables(random, pages: int, slots: int, mine: np.ndarray, tick: int) -> triton_select.Tables:
+def random_tables(random, pages: int, slots: int, mine: np.ndarray, tick: int) -> triton_slots.Tables:
     page_in = np.full(slots, -1)
     filled = random.permutation(slots)[: slots - 3]
     page_in[filled] = random.permutation(pages)[: len(filled)]
@@ -230,7 +230,7 @@ def random_tables(random, pages: int, slots: int, mine: np.ndarray, tick: int) -
     pinned = np.zeros(pages)
     pinned[random.permutation(np.setdiff1d(np.arange(pages), mine))[:2]] = 1
     last_used = random.integers(0, tick, slots)
-    return triton_select.Tables(
+    return triton_slots.Tables(
         ints(slot_of), ints(page_in), ints(last_used), torch.tensor(pinned, device=DEVICE).to(torch.uint8)
     )
 
@@ -264,8 +264,8 @@ def test_opened_pages_take_free_then_oldest_slots_and_are_zero():
                 slot_of[layer, page] = slot
     pinned = torch.zeros(pages, dtype=torch.uint8, device=DEVICE)
     pinned[0] = 1
-    tables = triton_select.Tables(ints(slot_of), ints(page_in), ints([[1, 2, 3, 1, 0, 5]] * 2), pinned)
-    triton_select.open_pages(ints([7, 8]), pool, tables, ints(np.zeros((layers, 8))), geometry(TICK=6))
+    tables = triton_slots.Tables(ints(slot_of), ints(page_in), ints([[1, 2, 3, 1, 0, 5]] * 2), pinned)
+    triton_slots.open_pages(ints([7, 8]), pool, tables, ints(np.zeros((layers, 8))), geometry(TICK=6))
     assert tables.page_in.tolist() == [[0, 1, 2, 8, 7, 4], [8, 3, 2, 1, 0, 7]]
     assert tables.slot_of[:, 7].tolist() == [4, 5] and tables.slot_of[:, 8].tolist() == [3, 0]
     assert int(tables.slot_of[0, 3]) == -1 and int(tables.slot_of[1, 4]) == -1

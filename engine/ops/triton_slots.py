@@ -1,0 +1,217 @@
+"""Which page lies in which slot, on the device: touch a window, find slots for its misses and for new pages. Triton.
+
+A slot is given as `DevicePool.place` would, the reference: free ones first, then the least recently used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.ops import geometry as g
+from engine.ops.follow import await_results, follow
+
+WINDOW, TICK = map(tl.constexpr, (g.WINDOW, g.TICK))
+FETCHED = tl.constexpr(g.FETCHED)
+NEVER = tl.constexpr(2**31 - 1)
+UNROLL = tl.constexpr(4)
+"""Loads of a comparison that are under way together."""
+
+
+@triton.jit
+def _claim(slot_of, page_in, last_used, pinned, wanted, found, need, tick, slots, SLOTS: tl.constexpr):
+    """Slots for the `need` pages `wanted`: free ones first, then the least recently used. `found`: scratch of SLOTS.
+
+    One program. Reference: `DevicePool.place`.
+    """
+    LONGEST: tl.constexpr = 2**30 // SLOTS
+    slot = tl.arange(0, SLOTS)
+    held = tl.load(page_in + slot, mask=slot < slots, other=-1)
+    used = tl.load(last_used + slot, mask=slot < slots, other=0)
+    locked = tl.load(pinned + tl.maximum(held, 0), mask=(slot < slots) & (held >= 0), other=0) != 0
+    idle = tl.where(held < 0, LONGEST + 1, tl.minimum(tick - used, LONGEST))
+    order = slot - idle * SLOTS  # no two are equal
+    order = tl.where((idle == 0) | locked | (slot >= slots), NEVER, order)
+    tl.store(found + slot, order)
+    tl.debug_barrier()
+    STEP: tl.constexpr = 8 if SLOTS >= 8 else SLOTS  # more spills
+    ahead = tl.zeros([SLOTS, STEP], tl.int32)
+    for start in tl.range(0, SLOTS, STEP, loop_unroll_factor=UNROLL):
+        other = tl.load(found + start + tl.arange(0, STEP))
+        ahead += (other[None, :] < order[:, None]).to(tl.int32)
+    before = tl.sum(ahead, 1)
+    tl.debug_barrier()
+    given = (before < need) & (order != NEVER)
+    page = tl.load(wanted + before, mask=given, other=0)
+    tl.store(slot_of + held, -1, mask=given & (held >= 0))
+    tl.debug_barrier()
+    tl.store(slot_of + page, slot, mask=given)
+    tl.store(page_in + slot, page, mask=given)
+    tl.store(last_used + slot, tick, mask=given)
+    tl.store(found + before, slot, mask=given)
+
+
+@triton.jit
+def _bring(
+    window,  # int32 [pages]: logical; put in order where SORT
+    ids,
+    slot_of,  # int32 [page]
+    page_in,  # int32 [slot]
+    last_used,  # int32 [slot]
+    pinned,  # uint8 [page]
+    misses,  # int32 [slots]: out, page ids
+    places,  # int32 [slots]: out, their slots
+    missing,  # int32 [1]: out
+    geometry,
+    counters,
+    slots,
+    SORT: tl.constexpr,
+    SLOTS: tl.constexpr,
+    FOLLOW: tl.constexpr,
+):
+    await_results(FOLLOW)
+    count, tick = tl.load(geometry + WINDOW), tl.load(geometry + TICK)
+    index = tl.arange(0, SLOTS)
+    seen = index < count
+    page = tl.load(window + index, mask=index < slots, other=0)  # beyond `count` too: not to wait for it
+    page = tl.where(seen, page, 0)
+    if SORT:
+        before = tl.zeros([SLOTS], tl.int32)
+        for other in range(count):
+            before += (tl.load(window + other) < page).to(tl.int32)
+        tl.debug_barrier()
+        tl.store(window + before, page, mask=seen)
+    identity = tl.load(ids + page, mask=seen, other=0)
+    slot = tl.load(slot_of + identity, mask=seen, other=0)
+    tl.store(last_used + slot, tick, mask=seen & (slot >= 0))
+    absent = (seen & (slot < 0)).to(tl.int32)
+    need = tl.sum(absent, 0)
+    tl.store(missing, need)
+    if need > 0:
+        tl.store(misses + tl.cumsum(absent, 0) - 1, identity, mask=absent != 0)
+        tl.atomic_add(counters + FETCHED, need.to(tl.int64))
+        tl.debug_barrier()
+        _claim(slot_of, page_in, last_used, pinned, misses, places, need, tick, slots, SLOTS)
+
+
+@triton.jit
+def _open(
+    fresh,  # int32 [n] page ids
+    pool,  # [layer, slot, ...]
+    slot_of,
+    page_in,
+    last_used,
+    pinned,
+    places,  # int32 [layer, slots]: scratch
+    geometry,
+    count,
+    pages,
+    slots,
+    size,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    layer = tl.program_id(0)
+    tick = tl.load(geometry + TICK)
+    found = places + layer.to(tl.int64) * SLOTS
+    _claim(
+        slot_of + layer.to(tl.int64) * pages,
+        page_in + layer * slots,
+        last_used + layer * slots,
+        pinned,
+        fresh,
+        found,
+        count,
+        tick,
+        slots,
+        SLOTS,
+    )
+    tl.debug_barrier()
+    for i in range(count):
+        slot = tl.load(found + i)
+        base = pool + (layer.to(tl.int64) * slots + slot) * size
+        for start in range(0, size, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            tl.store(base + at, tl.zeros([BLOCK], pool.dtype.element_ty), mask=at < size)
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Which page is in which slot, one layer's rows or all layers': int32, except `pinned` uint8 [page]."""
+
+    slot_of: Tensor  # [page]
+    page_in: Tensor  # [slot]
+    last_used: Tensor  # [slot]
+    pinned: Tensor  # [page]
+
+    def layer(self, index: int) -> Tables:
+        return Tables(self.slot_of[index], self.page_in[index], self.last_used[index], self.pinned)
+
+
+@dataclass(frozen=True)
+class Misses:
+    """What `bring` writes: the pages it had to find slots for, one layer's or all layers'."""
+
+    pages: Tensor  # int32 [slots]: ids
+    places: Tensor  # int32 [slots, rounded up to a power of two]: their slots
+    count: Tensor  # int32 [1]
+
+    @classmethod
+    def empty(cls, layers: int, slots: int, device: torch.device) -> Misses:
+        sizes = (slots, triton.next_power_of_2(slots), 1)
+        return cls(*(torch.zeros(layers, size, dtype=torch.int32, device=device) for size in sizes))
+
+    def layer(self, index: int) -> Misses:
+        return Misses(self.pages[index], self.places[index], self.count[index])
+
+
+def bring(
+    window: Tensor, ids: Tensor, tables: Tables, misses: Misses, geometry: Tensor, counters: Tensor, sort: bool
+) -> None:
+    """Touch the window's resident pages and claim slots for the cold ones, whose bytes are still to be fetched."""
+    slots = tables.page_in.shape[0]
+    _bring[(1,)](
+        window,
+        ids,
+        tables.slot_of,
+        tables.page_in,
+        tables.last_used,
+        tables.pinned,
+        misses.pages,
+        misses.places,
+        misses.count,
+        geometry,
+        counters,
+        slots,
+        SORT=sort,
+        SLOTS=misses.places.shape[0],
+        num_warps=16,
+        **follow(window),
+    )
+
+
+def open_pages(fresh: Tensor, pool: Tensor, tables: Tables, places: Tensor, geometry: Tensor) -> None:
+    """Give `fresh` page ids (int32 [n]) zeroed slots in every layer. places: scratch int32 [layer, 2^k >= slots]."""
+    layers, slots = tables.page_in.shape
+    size = pool[0, 0].numel()
+    _open[(layers,)](
+        fresh,
+        pool,
+        tables.slot_of,
+        tables.page_in,
+        tables.last_used,
+        tables.pinned,
+        places,
+        geometry,
+        fresh.shape[0],
+        tables.slot_of.shape[1],
+        slots,
+        size,
+        SLOTS=places.shape[1],
+        BLOCK=min(8192, triton.next_power_of_2(size)),
+        num_warps=8,
+    )
