@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,7 +11,7 @@ import typer
 from engine.units import GIB
 from kvring_cli import console
 from kvring_cli.commands.bench_rates import Plot, Sweep, header, length
-from kvring_cli.files import check_writable
+from kvring_cli.files import as_json, check_writable, write
 from kvring_cli.options import Flags, Verbose, engine_options
 from kvring_cli.plot import Curve, check_plot, draw
 from kvring_cli.sweep import cases
@@ -66,7 +65,7 @@ def context(
     if output is not None:
         rows = [{"setting": label, **asdict(rung)} for label, rung in found]
         stopped = [{"setting": label, **asdict(end)} for label, end in ends.items()]
-        output.write_text(json.dumps({"rows": rows, "stopped": stopped}, indent=1), encoding="utf-8")
+        write("--json", str(output), as_json({"rows": rows, "stopped": stopped}))
     if plot is not None:
         draw(plot, f"{Path(model).name}, {found[0][1].backend}", _curves(found))
 

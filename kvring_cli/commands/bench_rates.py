@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,7 +12,7 @@ import typer
 from engine.errors import ConfigError
 from engine.units import parse_tokens
 from kvring_cli import console
-from kvring_cli.files import check_writable
+from kvring_cli.files import as_json, check_writable, write
 from kvring_cli.options import Flags, Verbose, engine_options
 from kvring_cli.plot import Curve, check_plot, draw
 from kvring_cli.sweep import cases
@@ -80,9 +79,8 @@ def rates(
         rows.append(row)
         console.write(_line(row, bool(sweep)) + "\n")
     if output is not None:
-        output.write_text(
-            json.dumps({"floors": asdict(floors), "rows": [asdict(row) for row in rows]}, indent=1), encoding="utf-8"
-        )
+        found = {"floors": asdict(floors), "rows": [asdict(row) for row in rows]}
+        write("--json", str(output), as_json(found))
     if plot is not None:
         draw(plot, f"{Path(model).name}, {floors.lines()}", _curves(rows))
 
