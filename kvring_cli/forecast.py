@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,13 +12,15 @@ from engine.device_profile import DeviceProfile, built_in, look_up, user_file
 from engine.errors import ConfigError
 from engine.platform import Facts
 from engine.routes import Bands
+from engine.weights.quant import TYPES
 from kvring_cli.cards import CardFacts, datasheet
 from kvring_cli.planning import Place, Plan
 from kvring_cli.predict import Prediction, Work, predict
 from kvring_cli.shapes import Shape
 
 _BY_FLOPS = ("layer/", "attend/", "matmul/")
-_BY_LINK = ("h2d_", "d2h_")
+_BY_LINK = ("h2d_", "d2h_", "gather")
+_BY_HOST = ("step/", "turn_start/")
 
 
 @dataclass(frozen=True)
@@ -35,9 +37,11 @@ def forecast(plan: Plan, config: EngineConfig, rates: Mapping[str, Bands], origi
     if capacity is None or not rates:
         return Forecast(None, origin)
     seen = capacity.pool_pages - capacity.window.free if capacity.ring else capacity.pool_pages
+    measured = [kind.removeprefix("product/") for kind in rates if kind.startswith("product/")]
+    work, note = work_of(plan.shape, plan.place, plan.weight_bits, config.weights, measured)
     try:
         found = predict(
-            work_of(plan.shape, plan.place, plan.weight_bits),
+            work,
             rates,
             context=capacity.context,
             pool=capacity.pool_pages * PAGE,
@@ -46,7 +50,7 @@ def forecast(plan: Plan, config: EngineConfig, rates: Mapping[str, Bands], origi
         )
     except ConfigError as error:
         return Forecast(None, f"{error.message} ({error.fix})")
-    return Forecast(found, origin)
+    return Forecast(found, f"{origin}; {note}" if note else origin)
 
 
 def rates_here(facts: Facts, environ: Mapping[str, str], *, cpu: bool) -> tuple[Mapping[str, Bands], str]:
@@ -79,12 +83,14 @@ def rates_of_card(card: CardFacts) -> tuple[Mapping[str, Bands], str]:
 
 
 def scaled(row: DeviceProfile, card: CardFacts) -> dict[str, Bands]:
-    """Each rate by what bounds it: arithmetic, the link, or the card's memory."""
+    """Each rate by what bounds it: arithmetic, the link, the card's memory, or the host, which is taken to be alike."""
     theirs = datasheet(row.hardware_class)
     assert theirs is not None
     flops, memory, link = (a / b for a, b in zip((card.half_flops, card.bandwidth, card.pcie), theirs, strict=True))
 
     def ratio(kind: str) -> float:
+        if kind.startswith(_BY_HOST):
+            return 1.0
         if kind.startswith(_BY_FLOPS):
             return flops
         return link if kind.startswith(_BY_LINK) else memory
@@ -92,9 +98,33 @@ def scaled(row: DeviceProfile, card: CardFacts) -> dict[str, Bands]:
     return {kind: tuple((size, rate * ratio(kind)) for size, rate in bands) for kind, bands in row.rates.items()}
 
 
-def work_of(shape: Shape, place: Place, weight_bits: float) -> Work:
-    """What a planned model asks of its place. A card is taken to read packed weights at the rate of plain ones."""
-    four = place.device is None and shape.four_bit and place.dtype is torch.bfloat16
-    work = Work.of(shape, place.dtype, four_bit=four)
-    packed = place.device is not None and weight_bits < 8 * place.dtype.itemsize
-    return replace(work, weight_bytes=weight_bits / 8, head_bytes=weight_bits / 8) if packed else work
+def work_of(
+    shape: Shape, place: Place, weight_bits: float, weights: str = "auto", measured: Iterable[str] = ()
+) -> tuple[Work, str]:
+    """What a planned model asks of its place, and what of it is no more than near to what was measured.
+
+    measured: types of packed weights that a card's rates know; the nearest of them stands for another.
+    """
+    if place.device is None:
+        four = shape.four_bit and place.dtype is torch.bfloat16
+        return Work.of(shape, place.dtype, four_bit=four), ""
+    work = Work.of(shape, place.dtype, four_bit=False)
+    layer, (head, head_bytes) = shape.held_types(place.dtype, weights, weight_bits)
+    if set(layer) == {work.form} and head == work.form:
+        return work, ""
+    known = {name: TYPES[name.upper()].bits for name in measured if name.upper() in TYPES}
+
+    def taken(kind: str) -> str:
+        if not known or kind == work.form or kind in known:
+            return kind
+        bits = TYPES[kind.upper()].bits if kind.upper() in TYPES else float(kind.split()[0])
+        return min(known, key=lambda name: abs(known[name] - bits))
+
+    packed: dict[str, float] = {}
+    for kind, size in layer.items():
+        packed[taken(kind)] = packed.get(taken(kind), 0.0) + size
+    head_type = "" if head == work.form else taken(head)
+    bytes_a_number = head_bytes / (work.vocab * work.hidden)
+    others = sorted({kind for kind in (*layer, head) if taken(kind) != kind})
+    note = "; ".join(f"weights in {kind} are taken at the rate measured in {taken(kind)}" for kind in others)
+    return replace(work, packed=tuple(sorted(packed.items())), packed_head=head_type, head_bytes=bytes_a_number), note

@@ -11,6 +11,13 @@ the *time* is interpolated, so that a call's fixed cost counts where the work is
     score_row/DTYPE     keys x heads x head dim that one row is scored against
     h2d_pinned          bytes to the card
     turn/DTYPE          the same for a short chunk that resumes a long context: scoring and fetching
+
+On a card further ones, where weights may be packed and a step costs something beside its layers:
+
+    step/DTYPE          by tokens of the context: steps a second of a model without layers
+    turn_start/DTYPE    the same for a second turn
+    product/TYPE        bytes of weights of that type (a dtype, or a GGUF type) in one row's products
+    unpack/TYPE         bytes of weights of that type that many rows make plain ones of first
 """
 
 from __future__ import annotations
@@ -49,6 +56,8 @@ class Work:
     kv_bytes: int
     sliding_layers: int = 0  # that that see `window` tokens only
     window: int = 0
+    packed: tuple[tuple[str, float], ...] = ()  # types of a layer's weights on a card and their bytes; () = plain
+    packed_head: str = ""  # the output matrix's type
 
     @classmethod
     def of(cls, sizes: Any, dtype: torch.dtype, *, four_bit: bool) -> Work:
@@ -80,6 +89,11 @@ class Work:
 
     def attend_flops(self, rows: int, keys: float) -> float:
         return 4.0 * self.heads * self.head_dim * rows * keys
+
+    @property
+    def head_size(self) -> float:
+        """Bytes of the output matrix."""
+        return self.vocab * self.hidden * self.head_bytes
 
     @property
     def row_bytes(self) -> float:
@@ -116,30 +130,42 @@ def predict(work: Work, rates: Mapping[str, Bands], *, context: int, pool: int, 
             raise ConfigError(f"the profile has no rate '{kind}'", "kvring calibrate measures it on this machine")
         return seconds(bands, amount)
 
+    def products(rows: int) -> float:
+        """Of one layer's matrices over a chunk."""
+        unpacked = sum(time(f"unpack/{kind}", size) for kind, size in work.packed if kind != dtype)
+        return time(f"layer/{dtype}", work.layer_flops(rows)) + unpacked
+
+    def beside(kind: str) -> float:
+        return time(f"{kind}/{dtype}", context) if f"{kind}/{dtype}" in rates else 0.0
+
     prefill = 0.0
     for start in range(0, context, chunk):
         rows = min(chunk, context - start)
-        prefill += layers * time(f"layer/{dtype}", work.layer_flops(rows))
+        prefill += layers * products(rows)
         attend = time(f"attend/{dtype}", work.attend_flops(rows, start + rows / 2))
         if start > pool and "h2d_pinned" in rates:  # cold pages stream by, at best as fast as the link
             attend = max(attend, time("h2d_pinned", work.window_bytes(start)))
         near = work.attend_flops(rows, min(work.window, start + rows / 2))
         prefill += paged * attend + (sliding * time(f"attend/{dtype}", near) if sliding else 0.0)
     over = context > pool
-    head = time(f"head/{dtype}", work.vocab * work.hidden * work.head_bytes)
+    head = time(f"product/{work.packed_head}" if work.packed_head else f"head/{dtype}", work.head_size)
     row = time(f"row/{work.form}", work.row_bytes)
+    if work.packed:  # what a plain layer takes beside its products, and these
+        row -= min(row, time(f"product/{work.form}", work.row_bytes))
+        row += sum(time(f"product/{kind}", size) for kind, size in work.packed)
     seen = time(f"attend_row/{dtype}", work.window_bytes(window if over else context))
     if over:
         seen += time(f"score_row/{dtype}", work.scores(context))
     near = time(f"attend_row/{dtype}", work.window_bytes(min(work.window, context))) if sliding else 0.0
+    step = layers * row + paged * seen + sliding * near + head + beside("step")
     rows = QUESTION + PAGE // 2  # a prefix resumes in whole pages
-    turn = layers * time(f"layer/{dtype}", work.layer_flops(rows)) + head
+    turn = layers * products(rows) + head + beside("turn_start")
     turn += paged * time(f"attend/{dtype}", work.attend_flops(rows, window if over else context))
     if sliding:
         turn += sliding * time(f"attend/{dtype}", work.attend_flops(rows, min(work.window, context)))
     if over:
         turn += paged * time(f"turn/{dtype}", work.scores(context))
-    return Prediction(prefill, context / prefill, 1 / (layers * row + paged * seen + sliding * near + head), turn)
+    return Prediction(prefill, context / prefill, 1 / step, turn)
 
 
 def seconds(bands: Bands, amount: float) -> float:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import ConfigError, ModelError
-from engine.model.sizes import PUBLISHED as sizes_of
 
 if TYPE_CHECKING:
     import torch
@@ -57,6 +56,38 @@ class Shape:
         size = held_bytes(source, source.shapes, packed_types(weights, device, dtype), device, dtype)
         return 8 * size / self.parameters
 
+    def held_types(self, dtype: torch.dtype, weights: str, bits: float) -> tuple[dict[str, float], tuple[str, float]]:
+        """On a card: bytes of a layer's matrices by the type that they are held in, and the output matrix's own; a type
+        is that of a GGUF file, the dtype, or "4.5 bits" where no file and no `weights` names one.
+        """
+        from engine.weights.quant import TYPES
+
+        plain = str(dtype).removeprefix("torch.")
+        if self.source is None:
+            kind = weights.lower() if weights.upper() in TYPES else f"{bits:g} bits"
+            kind = plain if bits >= 8 * dtype.itemsize else kind
+            return {kind: self.layer_weights * bits / 8}, (kind, self.head_weights * bits / 8)
+        from math import prod
+
+        from engine.model.load import quantised
+        from engine.model.packing import packed_types
+        from engine.weights.names import MATRICES
+
+        source, layout = quantised(self.source, weights).source, self.source.layout
+        types = packed_types(weights, "cuda", dtype)
+
+        def held(name: str) -> tuple[str, float]:
+            kind = source.kind_of(name)
+            each = TYPES[kind].bits if kind in types else 8.0 * dtype.itemsize
+            return kind.lower() if kind in types else plain, prod(source.shapes[name]) * each / 8
+
+        names = [layout.layer[part].format(layer) for part in MATRICES for layer in range(self.layers)]
+        found: dict[str, float] = {}
+        for name in names:
+            kind, size = held(name)
+            found[kind] = found.get(kind, 0.0) + size / self.layers
+        return found, held(layout.top["embed" if self.tied else "head"])
+
     def as_json(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "source"}
 
@@ -76,7 +107,9 @@ class Shape:
 
 
 def _published(name: str) -> Shape:
-    sizes = sizes_of[name]
+    from engine.model.random import SHAPES
+
+    sizes = SHAPES[name]
     fields = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "trained_context", "tied")
     return Shape(
         name, *(getattr(sizes, field) for field in fields), sliding_layers=sizes.sliding_layers, window=sizes.window
@@ -95,10 +128,16 @@ PUBLISHED = {
 
 def shape_of(model: str) -> Shape:
     """Of a model that is here, or of a published one by name. ModelError with the names."""
+    from engine.model.random import CONTEXT, PREFIX
+    from engine.model.random import shape_of as random_shape
     from kvring_cli import models
 
     if model.lower() in PUBLISHED and not Path(model).exists():
         return PUBLISHED[model.lower()]
+    if model.startswith(PREFIX):
+        random_shape(model)  # refuses a name that isn't one
+        shape = _published(model.removeprefix(PREFIX).lower())
+        return replace(shape, name=model, trained_context=CONTEXT, origin="random weights of the published shape")
     try:
         path = models.resolve(model)
     except ModelError as error:

@@ -94,7 +94,7 @@ def _calibrate(config: EngineConfig, device: torch.device, platform: Platform) -
     target = user_file(path=config.device_profile_path)
     check_kept(target)
     with GateProgress("calibrate") as progress:
-        row = calibrate(device, platform, progress, rates=False)
+        row = calibrate(device, platform, progress, rates=False, warn=console.warn)
     save(row, target)
 
 

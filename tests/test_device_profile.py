@@ -17,7 +17,7 @@ from engine.config import EngineConfig, SamplingParams
 from engine.device import find_profile, hardware, hiding_tokens, measured_settings
 from engine.device_profile import SCHEMA, DeviceProfile, Found, built_in, look_up, parse, save, user_file
 from engine.engine import Engine
-from engine.errors import ConfigError
+from engine.errors import ConfigError, EngineError
 from engine.model.random import random_config
 from engine.platform import this_platform
 from engine.routes import CANDIDATES, COMPILED_IN, Routes, pick
@@ -306,9 +306,9 @@ def test_calibrate_stores_a_row_that_the_next_start_finds(tmp_path, monkeypatch,
 def test_a_cards_candidates_do_the_same_work_and_what_is_found_is_taken(monkeypatch, key):
     """Under Triton's interpreter: every way is launched, and held against the compiled-in one."""
     pytest.importorskip("triton", reason="triton has no wheel here")
-    from kvring_cli.calibration import cuda
+    from kvring_cli.calibration import cuda, graph
 
-    monkeypatch.setattr(cuda, "LAUNCHES", 1)
+    monkeypatch.setattr(graph, "LAUNCHES", 1)
     subject = {"gather_units": cuda.Gathering, "page_scores": cuda.Scoring}.get(key, cuda.Attending)
     family = key.split("/")[0]
     seen = []
@@ -349,13 +349,68 @@ def test_a_route_changes_what_a_card_launches(phantom):
     assert {("decode_attention/d64/g2", 8), ("gather_units", 32), ("page_scores", 32)} <= set(pool.routes.ran)
 
 
+def test_two_depths_tell_a_steps_own_cost_from_its_layers(monkeypatch):
+    from kvring_cli.calibration import rates
+    from kvring_cli.calibration.standin import Size, stand_in, work_of
+    from kvring_cli.predict import predict
+
+    lengths = rates.Lengths(short=640, long=1024, pool=512, chunk=128)
+    contexts = (rates.FEW, lengths.pool - 256, lengths.short, lengths.long)
+
+    def sample(model, lengths):
+        """7 ms a step and 90 a turn, whatever the layers; 2 ms of a layer's step, 5 of its turn, 3 of its chunk."""
+        layers = model.config.layers
+        token, turn = ({n: own + layers * each for n in contexts} for own, each in ((0.007, 0.002), (0.09, 0.005)))
+        return rates.Sample(layers, token, turn, 0.003 * layers, 1e-9 * layers, 96)
+
+    monkeypatch.setattr(rates, "_sample", sample)
+    model = stand_in(Size(64, 64, 2, 1, 64, 8), CPU, torch.float32)
+    work = replace(work_of(model), layers=30)
+    found = rates.in_bands(list(rates.points(model, work, lengths, paired=True)))
+    found["head/float32"] = ((1, 1e15),)
+    told = predict(work, found, context=640, pool=512, window=512, chunk=128)
+    assert 1 / told.decode_rate == pytest.approx(0.007 + 30 * 0.002, rel=0.02)
+    assert told.second_turn_seconds == pytest.approx(0.09 + 30 * 0.005, rel=0.02)
+    assert told.prefill_seconds == pytest.approx(5 * 30 * 0.003, rel=0.02)
+
+
+def test_a_part_that_fails_is_named_and_the_rest_is_kept(monkeypatch):
+    from kvring_cli import calibration
+    from kvring_cli.calibration import rates, routes
+
+    def fails() -> None:
+        raise RuntimeError("CUDA error:\nout of memory")
+
+    monkeypatch.setattr(routes, "cases", lambda *_: [("a", fails), ("b", lambda: {"page_gather": ((1, "take"),)})])
+    monkeypatch.setattr(rates, "cases", lambda *_, **__: [("c", fails), ("d", lambda: [("head/float32", 2, 4.0)])])
+    kept, said = [], []
+    row = calibration.calibrate(CPU, this_platform(), lambda *_: None, keep=kept.append, warn=said.append)
+    assert row.routes == {"page_gather": ((1, "take"),)} and row.rates == {"head/float32": ((2, 4.0),)}
+    assert [(one.routes, one.rates) for one in kept] == [(row.routes, {}), (row.routes, row.rates)]
+    assert said == [f"{part} not measured: RuntimeError: CUDA error: out of memory" for part in "ac"]
+    assert row.origin.endswith("; not measured: a, c")
+    monkeypatch.setattr(routes, "cases", lambda *_: [("a", fails)])
+    with pytest.raises(EngineError, match="nothing could be measured"):
+        calibration.calibrate(CPU, this_platform(), lambda *_: None, rates=False, keep=kept.append)
+    assert len(kept) == 2, "a row of nothing would be found by every later start"
+
+
+def test_no_part_is_begun_when_time_is_over():
+    from kvring_cli.calibration.parts import Parts
+
+    said = []
+    parts = Parts(lambda *_: None, said.append)
+    assert list(parts.measured([("a", lambda: 1), ("b", lambda: 2)], within=-1)) == []
+    assert parts.missing == ["a", "b"] and not parts.done and "were over" in said[0]
+
+
 def test_an_unknown_card_is_measured_once_and_a_failure_is_said(tmp_path, monkeypatch, capsys):
     from kvring_cli import calibration, start
 
     card = torch.device("cuda")
     measured = []
 
-    def calibrate(device, platform, progress, rates):
+    def calibrate(device, platform, progress, rates, warn):
         measured.append(rates)
         return DeviceProfile("some-card-sm86", 28, "a test", {"gather_units": ((64, 8),)})
 

@@ -108,8 +108,11 @@ def test_a_quantised_file_is_planned_for_as_it_is_loaded(tmp_path):
     on_cpu = replace(card, device=None)
     planned = make_plan(shape, on_cpu, EngineConfig(model="")).weight_bytes
     assert planned == pytest.approx(load_model(path, dtype=torch.bfloat16).transformer.weight_bytes, rel=0.03)
-    read = [forecasts.work_of(shape, card, bits).weight_bytes for bits in (packed.weight_bits, 16)]
-    assert read == [packed.weight_bits / 8, 2]
+    work, note = forecasts.work_of(shape, card, packed.weight_bits, "auto", ["q4_0", "q8_0"])
+    assert dict(work.packed).keys() == {"q4_0"} and not note
+    assert work.packed[0][1] == pytest.approx(shape.layer_weights * 4.5 / 8)
+    plain, _ = forecasts.work_of(shape, card, 16, "dense")
+    assert (plain.packed, plain.packed_head) == ((), "")
 
 
 def test_ram_is_an_input_and_halves_what_it_holds():
@@ -189,6 +192,39 @@ def test_more_context_takes_longer_and_a_prompt_within_the_pool_is_not_scored():
     assert prediction(dense, context=2048).decode_rate > long.decode_rate
 
 
+def test_packed_weights_take_what_was_measured_of_their_own_type():
+    """A plain layer's 10 MB of products take 1 ms; those of the packed bytes take 1 + 1, and as long to unpack."""
+    plain = replace(WORK, weight_bytes=10e6 / WORK.layer_weights)
+    packed = replace(plain, packed=(("q4_k", 3e6), ("q6_k", 1e6)), packed_head="q6_k", head_bytes=1)
+    products = {"product/q4_k": ((3_000_000, 3e9),), "product/q6_k": ((1_000_000, 1e9),)}
+    unpacked = {kind.replace("product", "unpack"): bands for kind, bands in products.items()}
+    rates = RATES | products | unpacked | {"product/float32": ((10_000_000, 1e10),)}
+    sizes = {"context": 2048, "pool": 4032, "window": 3776, "chunk": 1024}
+    before, after = predict(plain, rates, **sizes), predict(packed, rates, **sizes)
+    head = packed.head_size / 1e9 - seconds(RATES["head/float32"], plain.head_size)
+    assert 1 / after.decode_rate - 1 / before.decode_rate == pytest.approx(4 * (0.002 - 0.001) + head)
+    assert after.prefill_seconds - before.prefill_seconds == pytest.approx(2 * 4 * 0.002), "unpacked in each chunk"
+    with pytest.raises(ConfigError, match="q4_k"):
+        predict(packed, RATES, **sizes)
+
+
+def test_a_type_that_was_not_measured_takes_the_nearest_ones_rate_and_says_so():
+    card = card_place(find_card("12gb"), 32 * GIB)
+    measured = ["bfloat16", "q4_k", "q6_k", "q8_0"]
+    for weights, bits, nearest in (("q4_0", 4.5, "q4_k"), ("auto", 2.1, "q4_k"), ("q8_0", 8.5, "")):
+        work, note = forecasts.work_of(PUBLISHED["qwen3-8b"], card, bits, weights, measured)
+        assert dict(work.packed).keys() == {nearest or weights}
+        assert note.endswith(f"are taken at the rate measured in {nearest}") if nearest else not note
+
+
+def test_what_a_step_costs_beside_its_layers_is_paid_once():
+    dense = {kind: bands for kind, bands in RATES.items() if not kind.startswith(("score_row", "turn"))}
+    fixed = {"step/float32": ((2048, 2048 / 0.5),), "turn_start/float32": ((2048, 2048 / 0.25),)}
+    without, found = prediction(dense, context=2048), prediction(dense | fixed, context=2048)
+    assert 1 / found.decode_rate == pytest.approx(1 / without.decode_rate + 0.5)
+    assert found.second_turn_seconds == pytest.approx(without.second_turn_seconds + 0.25)
+
+
 def test_cold_pages_come_no_faster_than_the_link():
     slow = RATES | {"h2d_pinned": ((1 << 20, 1e5),)}
     assert prediction(slow).prefill_seconds > prediction().prefill_seconds
@@ -215,8 +251,13 @@ def test_a_card_that_nobody_measured_is_scaled_by_datasheets_and_says_so(monkeyp
     assert scaled["layer/bfloat16"][0][1] == pytest.approx(1e9 * 25.5 / 989)
     assert scaled["row/bfloat16"][0][1] == pytest.approx(1e9 * 360 / 4800)
     assert scaled["h2d_pinned"][0][1] == pytest.approx(5e10 / 2, rel=0.01), "PCIe 4 x16 beside PCIe 5 x16"
-    plan, config, found = plan_for("qwen3-4b", "12gb", None, 4.5, flags={}, environ={})
-    assert plan.capacity and config and found.prediction and found.prediction.decode_rate > 0
+    _, _, found = plan_for("qwen3-4b", "12gb", None, 4.5, flags={}, environ={})
+    assert found.prediction is None and "no rate 'unpack/4.5 bits'" in found.origin, "not measured packed"
+    products = {f"{what}/{kind}": ((1, 1e10),) for what in ("product", "unpack") for kind in ("bfloat16", "q4_k")}
+    monkeypatch.setattr(forecasts, "built_in", lambda: [replace(measured, rates=measured.rates | products)])
+    _, _, found = plan_for("qwen3-4b", "12gb", None, 4.5, flags={}, environ={})
+    assert found.prediction and found.prediction.decode_rate > 0
+    assert "weights in 4.5 bits are taken at the rate measured in q4_k" in found.origin
 
 
 def test_without_a_measured_card_there_are_no_times(monkeypatch):

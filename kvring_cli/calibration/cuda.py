@@ -13,17 +13,15 @@ from engine.model.config import ModelConfig
 from engine.model.random import random_config
 from engine.platform import Platform
 from engine.routes import CANDIDATES, COMPILED_IN, Bands, attention_key, family, pick
-from engine.step_graph import StepGraph
-from gates.kernels import Attending, Gathering, Scene, Scoring, Work
-from kvring_cli.calibration.choose import Way, bands, fastest
+from gates.kernels import Attending, Gathering, Scene, Scoring
+from kvring_cli.calibration.choose import bands, fastest
+from kvring_cli.calibration.graph import graphed
 
 POOLS = (64, 280, 1024)
 """Pages; the bands end there."""
 KV_HEADS = 8
 SHAPES = ((128, 4), (128, 8), (64, 4))
 """Head dims and query heads per KV head that are measured apart: Llama and Qwen3, larger Qwen3, small models."""
-LAUNCHES = 8
-"""In one graph: as in a step, none waits for the host."""
 Find = Callable[[torch.device, Platform], "Bands | None"]
 
 
@@ -53,20 +51,6 @@ def finder(key: str, subject: Callable[[Scene], Gathering | Attending | Scoring]
         return None if {schedule for _, schedule in found} == {compiled_in} else found
 
     return find
-
-
-def graphed(work: Work, device: torch.device) -> Way:
-    """So many launches as one; what the last one wrote."""
-
-    def several() -> Tensor:
-        return [work(number) for number in range(LAUNCHES)][-1]
-
-    if device.type != "cuda":
-        return several
-    several()  # compiles
-    graph = StepGraph()
-    graph.capture(several)
-    return graph.replay
 
 
 def _heads(head_dim: int, group: int) -> ModelConfig:

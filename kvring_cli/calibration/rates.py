@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 
 import torch
+from torch import Tensor
 
 from engine.config import EngineConfig, RecallParams, SamplingParams
 from engine.engine import Engine
@@ -16,10 +17,11 @@ from engine.ops.linear import linear
 from engine.result import Progress, Result, Token
 from engine.routes import Bands
 from engine.trials import median_seconds, own_clock, quick
-from kvring_cli.calibration.standin import CPU_SIZES, CUDA_SIZES, stand_in, work_of
+from kvring_cli.calibration.standin import CPU_SIZES, CUDA_SIZES, shallower, stand_in, work_of
 from kvring_cli.predict import QUESTION, Work
 
-Say = Callable[[str, float], None]
+Points = list[tuple[str, float, float]]
+"""Rate's name, amount of work, amount a second."""
 _LEAST = 1e-9  # seconds: a difference of two measurements may come out at nothing
 _WORDS = "the of and to in is was for on as with time work part case system"  # a token each
 
@@ -35,7 +37,12 @@ class Lengths:
     answer: int = 48
 
 
-LENGTHS = {"cpu": Lengths(), "cuda": Lengths(short=8192, long=24576, pool=4096, chunk=1024)}
+LENGTHS = {"cpu": Lengths(), "cuda": Lengths(short=20_480, long=40_960, pool=17_920, chunk=4096)}
+"""On a card few chunk lengths, because cuDNN plans each anew, and the pool that is its default."""
+FEW = 128
+"""Tokens of the shortest context."""
+SHALLOW = 2
+"""Layers of the second stand-in of each size on a card."""
 
 
 @dataclass(frozen=True)
@@ -48,19 +55,37 @@ class Run:
     computed: int
 
 
-def measure_rates(device: torch.device, say: Say, *, smallest: bool = False) -> dict[str, Bands]:
-    """By the names of `kvring_cli.predict`. `smallest`: one stand-in only, for tests."""
-    points: dict[str, list[tuple[float, float]]] = {}
-    cases = list(_cases(device, smallest))
-    for number, (label, make, four_bit) in enumerate(cases):
-        say(f"rates of {label}", number / len(cases))
-        model = make()
-        for kind, amount, rate in _points(model, work_of(model, four_bit=four_bit), LENGTHS[device.type]):
-            points.setdefault(kind, []).append((amount, rate))
-    return {kind: _bands(found) for kind, found in points.items()}
+@dataclass(frozen=True)
+class Sample:
+    """Seconds of a stand-in by context length: a later token and a second turn's first one, the output matrix left out;
+    of a chunk, and what a chunk takes more for each token before it. All grow with the layers.
+    """
+
+    layers: int
+    token: Mapping[int, float]
+    first: Mapping[int, float]
+    chunk: float
+    slope: float
+    computed: int  # tokens of a second turn
+
+    def less(self, other: Sample) -> Sample:
+        """What it takes for the layers that it has more."""
+
+        def without(ours: Mapping[int, float], theirs: Mapping[int, float]) -> dict[int, float]:
+            return {tokens: ours[tokens] - theirs[tokens] for tokens in ours}
+
+        return Sample(
+            self.layers - other.layers,
+            without(self.token, other.token),
+            without(self.first, other.first),
+            self.chunk - other.chunk,
+            self.slope - other.slope,
+            self.computed,
+        )
 
 
-def _cases(device: torch.device, smallest: bool) -> Iterator[tuple[str, Callable[[], LoadedModel], bool]]:
+def cases(device: torch.device, *, smallest: bool = False) -> Iterator[tuple[str, Callable[[], Points]]]:
+    """What is measured, and how; `smallest`: one stand-in only, for tests."""
     from engine.device import cpu_multiplies_bfloat16
 
     if device.type == "cuda":
@@ -70,16 +95,58 @@ def _cases(device: torch.device, smallest: bool) -> Iterator[tuple[str, Callable
     sizes = CPU_SIZES if device.type == "cpu" else CUDA_SIZES
     for dtype, four_bit in forms[:1] if smallest else forms:
         for size in sizes[:1] if smallest else sizes:
-            label = f"{size.layers} layers of {size.hidden}, {str(dtype).removeprefix('torch.')}"
 
-            def make(size=size, dtype=dtype, four_bit=four_bit) -> LoadedModel:
-                return stand_in(size, device, dtype, four_bit=four_bit)
+            def measure(size=size, dtype=dtype, four_bit=four_bit) -> Points:
+                model = stand_in(size, device, dtype, four_bit=four_bit)
+                work = work_of(model, four_bit=four_bit)
+                return list(points(model, work, LENGTHS[device.type], paired=device.type == "cuda"))
 
-            yield label, make, four_bit
+            yield f"{size.layers} layers of {size.hidden}, {str(dtype).removeprefix('torch.')}", measure
 
 
-def _points(model: LoadedModel, work: Work, lengths: Lengths) -> Iterator[tuple[str, float, float]]:
-    """(rate's name, amount of work, amount a second) of one stand-in."""
+def points(model: LoadedModel, work: Work, lengths: Lengths, *, paired: bool) -> Iterator[tuple[str, float, float]]:
+    """(rate's name, amount of work, amount a second) of one size.
+
+    paired: beside a shallower one, because on a card a step costs as much beside its layers as some layers do: two
+    depths tell them apart.
+    """
+    deep, dtype = _sample(model, lengths), work.dtype
+    per, layers = deep, deep.layers
+    if paired:
+        shallow = _sample(shallower(model, SHALLOW), lengths)
+        per = deep.less(shallow)
+        layers = per.layers
+        for name, whole, each in (("step", shallow.token, per.token), ("turn_start", shallow.first, per.first)):
+            for tokens in whole:
+                yield f"{name}/{dtype}", *_rate(tokens, whole[tokens] - SHALLOW / layers * each[tokens])
+    else:
+        yield head_rate(model.transformer.weights.head, dtype)
+
+    yield f"layer/{dtype}", *_rate(work.layer_flops(lengths.chunk), per.chunk / layers)
+    keys = lengths.long / 2
+    yield f"attend/{dtype}", *_rate(work.attend_flops(lengths.chunk, keys), per.slope * keys / layers)
+
+    # A dense step at two lengths: what a row costs, and what a byte of its window.
+    many = lengths.pool - 256
+    low, high = work.window_bytes(FEW + lengths.answer // 2), work.window_bytes(many)
+    byte = max(_LEAST, per.token[many] - per.token[FEW]) / layers / (high - low)
+    row = per.token[FEW] / layers - byte * low
+    yield f"row/{work.form}", *_rate(work.row_bytes, row)
+    yield f"attend_row/{dtype}", *_rate(high, byte * high)
+
+    # Over the pool: the same row and window, and scoring that grows with the context.
+    window = byte * work.window_bytes(lengths.pool - 4 * 64)
+    for tokens in (lengths.short, lengths.long):
+        yield f"score_row/{dtype}", *_rate(work.scores(tokens), per.token[tokens] / layers - row - window)
+
+    small = per.first[FEW] / layers
+    yield f"layer/{dtype}", *_rate(work.layer_flops(per.computed), small)
+    for tokens in (lengths.short, lengths.long):
+        seen = per.slope / lengths.chunk * per.computed * (lengths.pool - 4 * 64)  # the window's own attention
+        yield f"turn/{dtype}", *_rate(work.scores(tokens), (per.first[tokens] - seen) / layers - small)
+
+
+def _sample(model: LoadedModel, lengths: Lengths) -> Sample:
     config = EngineConfig(
         model="",
         max_context=lengths.long + 1024,
@@ -87,43 +154,31 @@ def _points(model: LoadedModel, work: Work, lengths: Lengths) -> Iterator[tuple[
         prefill_chunk=lengths.chunk,
         device_profile="off",
     )
-    engine, dtype, layers = Engine(config, model), work.dtype, work.layers
-    few, many, short, long = 128, lengths.pool - 256, lengths.short, lengths.long
+    engine = Engine(config, model)
+    runs, turns = {}, {}
     try:
+        engine.unpinned(wait=True)
         _run(engine, 300, 4)  # whatever is made on first use
-        head = _head(model)
-        runs, turns = {}, {}
-        for tokens in (few, many, short, long):
+        head = _head(model.transformer.weights.head)
+        for tokens in (FEW, lengths.pool - 256, lengths.short, lengths.long):
             runs[tokens] = _run(engine, tokens, lengths.answer)
             turns[tokens] = _turn(engine, tokens)
     finally:
         engine.close()
-    yield f"head/{dtype}", work.vocab * work.hidden * work.head_bytes, work.vocab * work.hidden * work.head_bytes / head
+    slope, chunk = _line([*runs[lengths.long].chunks, *runs[lengths.short].chunks])
+    return Sample(
+        model.config.layers,
+        {tokens: run.token - head for tokens, run in runs.items()},
+        {tokens: turn.first - head for tokens, turn in turns.items()},
+        chunk,
+        slope,
+        turns[FEW].computed,
+    )
 
-    slope, chunk = _line([*runs[long].chunks, *runs[short].chunks])
-    yield f"layer/{dtype}", *_rate(work.layer_flops(lengths.chunk), chunk / layers)
-    keys = long / 2
-    yield f"attend/{dtype}", *_rate(work.attend_flops(lengths.chunk, keys), slope * keys / layers)
 
-    # A dense step at two lengths: what a row costs, and what a byte of its window.
-    low, high = work.window_bytes(few + lengths.answer // 2), work.window_bytes(many)
-    byte = max(_LEAST, runs[many].token - runs[few].token) / layers / (high - low)
-    row = (runs[few].token - head) / layers - byte * low
-    yield f"row/{work.form}", *_rate(work.row_bytes, row)
-    yield f"attend_row/{dtype}", *_rate(high, byte * high)
-
-    # Over the pool: the same row and window, and scoring that grows with the context.
-    window = byte * work.window_bytes(lengths.pool - 4 * 64)
-    for tokens in (short, long):
-        yield f"score_row/{dtype}", *_rate(work.scores(tokens), (runs[tokens].token - head) / layers - row - window)
-
-    small = (turns[few].first - head) / layers
-    yield f"layer/{dtype}", *_rate(work.layer_flops(turns[few].computed), small)
-    for tokens in (short, long):
-        turn = turns[tokens]
-        rows = small * turn.computed / turns[few].computed
-        seen = slope / lengths.chunk * turn.computed * (lengths.pool - 4 * 64)  # the window's own attention
-        yield f"turn/{dtype}", *_rate(work.scores(tokens), (turn.first - head - seen) / layers - rows)
+def head_rate(head: Tensor, dtype: str) -> tuple[str, float, float]:
+    """The rate of an output matrix [vocab, hidden] over one row."""
+    return f"head/{dtype}", *_rate(head.nbytes, _head(head))
 
 
 def _rate(amount: float, seconds: float) -> tuple[float, float]:
@@ -152,10 +207,10 @@ def _turn(engine: Engine, tokens: int, rounds: int = 5) -> Run:
 
 def _timed(engine: Engine, text: str, sampling: SamplingParams, recall: RecallParams) -> Run:
     chunks, tokens, result = [], [], None
-    clock = own_clock(engine.model.transformer.device)
+    clock, done = own_clock(engine.model.transformer.device), 0
+    prepared = engine.prepare(text, sampling, recall)
     began = before = clock()
-    done = 0
-    for event in engine.generate(engine.prepare(text, sampling, recall)):
+    for event in engine.generate(prepared):
         now = clock()
         if isinstance(event, Progress):
             rows = event.done - done
@@ -172,11 +227,10 @@ def _timed(engine: Engine, text: str, sampling: SamplingParams, recall: RecallPa
     return Run(tuple(chunks), step, tokens[0] - began, result.usage.computed)
 
 
-def _head(model: LoadedModel) -> float:
-    """Seconds of the output matrix over one row."""
-    transformer = model.transformer
-    row = torch.zeros(1, model.config.hidden, device=transformer.device, dtype=transformer.dtype)
-    return median_seconds(lambda: linear(row, transformer.weights.head).float(), transformer.device, 21)
+def _head(head: Tensor) -> float:
+    """Seconds of an output matrix [vocab, hidden] over one row."""
+    row = torch.zeros(1, head.shape[1], device=head.device, dtype=head.dtype)
+    return median_seconds(lambda: linear(row, head).float(), head.device, 21)
 
 
 def _line(points: list[tuple[float, float]]) -> tuple[float, float]:
@@ -184,6 +238,14 @@ def _line(points: list[tuple[float, float]]) -> tuple[float, float]:
     slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in combinations(points, 2) if a[0] != b[0]]
     slope = max(_LEAST, statistics.median(slopes))
     return slope, max(_LEAST, quick([seconds - slope * keys for keys, seconds in points]))
+
+
+def in_bands(points: Points) -> dict[str, Bands]:
+    """By rate, as a profile keeps them."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for kind, amount, rate in points:
+        found.setdefault(kind, []).append((amount, rate))
+    return {kind: _bands(pairs) for kind, pairs in found.items()}
 
 
 def _bands(points: list[tuple[float, float]]) -> Bands:

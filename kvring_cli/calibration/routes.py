@@ -19,23 +19,21 @@ from kvring_cli.calibration import cuda
 from kvring_cli.calibration.choose import Way, bands, fastest
 from kvring_cli.calibration.standin import CPU_SIZES, stand_in
 
-Say = Callable[[str, float], None]
 Finder = Callable[[torch.device, Platform], "Bands | None"]
 """None: the compiled-in way is the fastest, or was chosen by somebody."""
 CHUNK = 1024
 _PAGES = (1, 4, 16, 64, 256)
 
 
-def measure_routes(device: torch.device, platform: Platform, say: Say) -> dict[str, Bands]:
-    """By key, as `engine.routes` reads them."""
-    finders = FINDERS[device.type]
-    found = {}
-    for number, (key, find) in enumerate(finders.items()):
-        say(f"candidates of {key}", number / len(finders))
-        best = find(device, platform)
-        if best is not None:
-            found[key] = best
-    return found
+def cases(device: torch.device, platform: Platform) -> Iterator[tuple[str, Callable[[], dict[str, Bands]]]]:
+    """What is measured, and how: bands by key, as `engine.routes` reads them; none where the compiled-in way stays."""
+    for key, find in FINDERS[device.type].items():
+
+        def measure(key: str = key, find: Finder = find) -> dict[str, Bands]:
+            best = find(device, platform)
+            return {} if best is None else {key: best}
+
+        yield f"candidates of {key}", measure
 
 
 def _threads(device: torch.device, platform: Platform) -> Bands | None:

@@ -11,6 +11,7 @@ from engine.model.load import LoadedModel, open_model
 from engine.model.transformer import LayerWeights, Transformer, Weights
 from engine.ops.linear import Matrix
 from engine.ops.packed import TORCH, multiplied, pack
+from engine.units import MIB
 from engine.weights.quant import TYPES
 from engine.weights.random_parts import random_parts
 from kvring_cli.models import resolve
@@ -28,43 +29,70 @@ class Size:
     head_dim: int
     layers: int
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """Rows and columns of one layer's matrices."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return {
+            "qkv": (q + 2 * kv, self.hidden),
+            "o": (self.hidden, q),
+            "gate_up": (2 * self.ffn, self.hidden),
+            "down": (self.hidden, self.ffn),
+        }
+
+    @property
+    def layer_weights(self) -> int:
+        return sum(rows * columns for rows, columns in self.shapes.values())
+
 
 CPU_SIZES = (Size(256, 768, 4, 2, 64, 4), Size(512, 1536, 8, 4, 64, 4), Size(1024, 3072, 8, 4, 128, 2))
-CUDA_SIZES = (Size(1024, 3072, 8, 4, 128, 8), Size(2048, 6144, 16, 8, 128, 6), Size(4096, 12288, 32, 8, 128, 4))
+CUDA_SIZES = (Size(1024, 3072, 32, 8, 128, 8), Size(4096, 12288, 32, 8, 128, 8))
+"""Heads alike, and as Qwen3-4B, Qwen3-8B and Llama-3.1-8B have them: kernels are compiled once, and serve these too."""
+_CACHE = 160 * MIB
+"""More than a card's last cache: so many bytes of layers differ, and the others are the same ones again."""
 
 
 def stand_in(size: Size, device: torch.device, dtype: torch.dtype, *, four_bit: bool = False) -> LoadedModel:
     """`four_bit`: its layers' matrices packed, as those of a GGUF file on a CPU in bfloat16."""
     opened = open_model(resolve("phantom"))  # for its tokenizer
     config = replace(opened.config, **vars(size))
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
 
     def matrix(rows: int, columns: int) -> Tensor:
-        return (torch.randn(rows, columns, generator=generator) / columns**0.5).to(device, dtype)
+        return random_matrix(rows, columns, dtype, generator)
 
     def packed(rows: int, columns: int) -> Matrix:
         parts = random_parts(TYPES["Q4_0"], rows, columns, columns**-0.5, generator)
         return multiplied(pack(parts, TYPES["Q4_0"], dtype, TORCH))
 
-    q, kv = size.heads * size.head_dim, size.kv_heads * size.head_dim
-    shapes = {
-        "qkv": (q + 2 * kv, size.hidden),
-        "o": (size.hidden, q),
-        "gate_up": (2 * size.ffn, size.hidden),
-        "down": (size.hidden, size.ffn),
-    }
     ones = torch.ones(size.hidden, device=device, dtype=dtype)
-    layers = tuple(
+    differ = size.layers if device.type == "cpu" else -(-_CACHE // (size.layer_weights * dtype.itemsize))
+    layers = [
         LayerWeights(
             attention_norm=ones,
             mlp_norm=ones,
-            **{name: (packed if four_bit else matrix)(*shape) for name, shape in shapes.items()},
+            **{name: (packed if four_bit else matrix)(*shape) for name, shape in size.shapes.items()},
         )
-        for _ in range(size.layers)
-    )
+        for _ in range(min(size.layers, max(2, differ)))
+    ]
     embed = matrix(config.vocab, size.hidden)
-    transformer = Transformer(config, Weights(embed, layers, ones, embed))
+    every = tuple(layers[number % len(layers)] for number in range(size.layers))
+    transformer = Transformer(config, Weights(embed, every, ones, embed))
     return LoadedModel(transformer, opened.tokenizer, None, config, "stand-in", "stand-in", resolve("phantom"))
+
+
+def shallower(model: LoadedModel, layers: int) -> LoadedModel:
+    """Its first layers only; the same weights."""
+    weights = model.transformer.weights
+    config = replace(model.config, layers=layers)
+    transformer = Transformer(config, replace(weights, layers=weights.layers[:layers]))
+    return replace(model, transformer=transformer, config=config)
+
+
+def random_matrix(rows: int, columns: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """[rows, columns] on the generator's device, drawn there: a card draws in milliseconds what takes a CPU seconds."""
+    drawn = torch.empty(rows, columns, device=generator.device, dtype=dtype if generator.device.type != "cpu" else None)
+    return drawn.normal_(0, columns**-0.5, generator=generator).to(dtype)
 
 
 def work_of(model: LoadedModel, *, four_bit: bool = False) -> Work:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvring_cli import console
+
+if TYPE_CHECKING:
+    from engine.device_profile import DeviceProfile
 
 
 def calibrate(
@@ -26,7 +30,7 @@ def calibrate(
 ) -> None:
     """Measure this hardware: copies, rates, and which of equal ways is the fastest. Loads no model."""
     from engine.device import resolve_device, set_threads
-    from engine.device_profile import save, user_file
+    from engine.device_profile import check_kept, save, user_file
     from engine.platform import this_platform
     from kvring_cli.calibration import calibrate as measure
     from kvring_cli.commands.gate import GateProgress
@@ -34,14 +38,21 @@ def calibrate(
     platform, where = this_platform(), resolve_device(device)
     set_threads(None, platform)
     target = user_file(os.environ, path)
-    with GateProgress("calibrate") as progress:
-        profile = measure(where, platform, progress, rates=not routes_only, quick=quick)
     if not dry_run:
-        save(profile, target)
+        check_kept(target)
+    began = time.monotonic()
+
+    def keep(row: DeviceProfile) -> None:
+        if not dry_run:
+            save(row, target)
+
+    with GateProgress("calibrate") as progress:
+        profile = measure(where, platform, progress, rates=not routes_only, quick=quick, keep=keep, warn=console.warn)
     if as_json:
         console.write_json({**profile.as_yaml(), "stored": None if dry_run else str(target)})
         return
     _show(profile.as_yaml(), None if dry_run else target)
+    console.write(f"{time.monotonic() - began:.1f} s\n")
 
 
 def _show(profile: dict, target: Path | None) -> None:
