@@ -42,6 +42,7 @@ class EngineConfig:
     sink: int = 256
     query_tail: int = 64
     scorer: str = "fused"
+    far_heads: str | int = "auto"  # auto | all | percent: of which KV head groups key codes are kept and scored
     prefill: str = "auto"  # auto | exact | recall | window
     decode: str = "auto"
     positions: str = "absolute"  # absolute | compact

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
+from engine.files import write_whole
 from engine.routes import Bands
 
 VERSION = 1
@@ -142,27 +143,12 @@ def save(profile: DeviceProfile, path: Path) -> None:
     body = {"schema": SCHEMA, "profiles": [row.as_yaml() for row in rows]}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write(path, yaml.safe_dump(body, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110))
+        write_whole(path, yaml.safe_dump(body, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110))
     except OSError as error:
         raise ConfigError(
             f"the profile can't be written to {path}: {error.strerror or error}",
             f"{SWITCH}=a folder that can be written",
         ) from None
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all, whenever the process ends."""
-    handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(scratch, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(scratch)
-        raise
 
 
 def _text(path: Path, troubles: list[str]) -> str | None:

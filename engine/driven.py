@@ -382,10 +382,8 @@ class DrivenSteps:
         if not kind.everything:
             why = self._why[layer]
             if kind.scored:
-                codes, scales = (store[layer] for store in self.digests.store("token"))
-                self._scores(
-                    turned[-QUERY_ROWS:], codes, scales, self._ids, self._geometry, self._turns, rope.score_scale
-                )
+                codes = self.digests.codes_of(layer)
+                self._scores(turned[-QUERY_ROWS:], *codes, self._ids, self._geometry, self._turns, rope.score_scale)
                 triton_select.rank(self._scores, self._bars[layer], why, self._role, self._geometry, HYSTERESIS)
                 triton_select.pick(self._scores, self._role, why, window, self._geometry, kind.neighbors)
             misses = self._misses.layer(layer)

@@ -43,6 +43,7 @@ from engine.platform import Platform, this_platform
 from engine.prefix import PrefixIndex
 from engine.prepare import Prepared
 from engine.recall.digest import KIND_OF, Digests, digest_token_bytes
+from engine.recall.far_heads import far_heads
 from engine.recall.recall import Look
 from engine.result import Progress, Result, Token
 from engine.runner import Runner
@@ -77,6 +78,9 @@ class Engine:
         transformer, device = model.transformer, model.transformer.device
         core = KVShape(len(model.config.paged), model.config.kv_heads, model.config.head_dim, transformer.dtype)
         kind = KIND_OF.get(config.scorer)
+        self.far_heads = far = far_heads(
+            config.far_heads, core.layers, core.kv_heads, name=model.name, digest=model.digest
+        )
         self.profile, self.routes = load_routes(config, device, platform)
         say(f"device {device}: profile {self.profile.source}, {self.routes.routed} routed keys")
         chunk, self.chunk_note = chunk_for(
@@ -96,7 +100,7 @@ class Engine:
             trained_context=model.config.trained_context,
             memory=free_memory(device, platform),
             weight_bytes=transformer.weight_bytes,
-            digest_token_bytes=digest_token_bytes(kind, core, device.type) if kind else 0,
+            digest_token_bytes=digest_token_bytes(kind, core, device.type, far) if kind else 0,
             staging_pages=STAGED_PAGES if device.type == "cuda" else SEGMENT,
             **plan_tails(tail, config, model.config.trained_context),
         )
@@ -119,8 +123,10 @@ class Engine:
         if config.host_memory == "pinned":
             self._insist_on_pinned()
         pool = DevicePool(shape, self.capacity.pool_pages, pages, device, self.routes)
-        digests = Digests(shape, pages, device, transformer.rope)
+        digests = Digests(shape, pages, device, transformer.rope, far)
         say(f"pool {format_bytes(pool.bytes)}, {self.capacity.pool_pages:,} pages")
+        if kind == "token":
+            say(f"key codes of {far}")
         if tail.layers:
             tails, kept = format_bytes(self.capacity.tail_bytes), format_bytes(self.capacity.snapshot_bytes)
             say(f"{tail.layers} layers slide over {tail.window:,} tokens and don't page")

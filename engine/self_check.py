@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -14,7 +16,7 @@ from engine.ops.attention import PartialAttention
 from engine.ops.geometry import Turns
 from engine.ops.triton_attention import PagedAttention
 from engine.ops.triton_score import PageScores
-from engine.recall.digest import encode_keys
+from engine.recall.digest import Digests, encode_keys
 from engine.recall.score import page_lse
 
 PAGES = 5
@@ -49,11 +51,11 @@ def self_check(model: Transformer, shape: KVShape) -> str:
     partial.add(kv, distance, past * PAGE + first)
     failure = _differ("attention", got.float(), partial.result(), TOLERANCE[dtype])
 
-    codes = torch.zeros(1, PAGES, shape.kv_heads, PAGE, shape.head_dim // 2, dtype=torch.uint8, device=device)
-    scales = torch.zeros(1, PAGES, shape.kv_heads, PAGE, device=device)
-    triton_pages.close_pages(pool[None], ids.long()[None], ids.long(), codes, scales, form.layout)
+    digests = Digests(replace(shape, layers=1), PAGES, device, model.rope)
+    digests.packed = True
+    triton_pages.close_pages(pool[None], ids.long()[None], ids.long(), *digests.codes(), digests.groups, form.layout)
     scores = PageScores(1, heads, shape.kv_heads, PAGES, device, 2 * shape.kv_heads)
-    scores(q, codes[0], scales[0], ids, geometry, turns, scale)
+    scores(q, *digests.codes_of(0), ids, geometry, turns, scale)
     exact, sizes = encode_keys(kv[:past, 0])
     wanted = page_lse(model.rope, q, exact.float(), distance[:past], sizes)
     got = scores.lse[:, : heads // shape.kv_heads, :past]

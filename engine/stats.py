@@ -48,6 +48,7 @@ class EngineStats:
             "host_pinned_bytes": host.pinned_bytes,
             "host_pieces_refused": host.pinning.refused + host.pinning.over_budget if host.pinning else 0,
             "digest_bytes": runner.digests.bytes,
+            "far_heads": str(runner.digests.far),
             "snapshot_bytes": runner.tails.bytes if runner.tails else 0,
             "weight_bytes": engine.model.transformer.weight_bytes,
             "checkpoint_pages": checkpoint_pages,

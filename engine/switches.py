@@ -197,6 +197,10 @@ def _retrieve(text: str) -> str | int:
     return _within(parse_tokens, PAGE)(text)
 
 
+def _far_heads(text: str) -> str | int:
+    return text.lower() if text.lower() in ("auto", "all") else _within(int, 1, 100)(text.removesuffix("%"))
+
+
 def _gib(text: str) -> int | str:
     """A bare number is GiB here; with a unit it is what it says."""
     if text.lower() == "auto":
@@ -247,6 +251,9 @@ SETTINGS: tuple[Setting, ...] = (
             group="Recall"),
     Setting("scorer", "--scorer", _one_of(*SCORERS), f"one of {', '.join(SCORERS)}",
             "What pages are scored by.", "NINFER_KV_SCORER", group="Recall"),
+    Setting("far_heads", "--far-heads", _far_heads, "auto, all, or 1 to 100 (percent of the head groups)",
+            "Head groups whose keys are scored. auto: those that look far by kvring heads, all where it never ran.",
+            group="Recall"),
     Setting("prefill", "--prefill", _one_of(*_modes), f"one of {', '.join(_modes)}",
             "How the prompt attends to pages outside the pool.", "NINFER_KV_PREFILL", group="Recall"),
     Setting("decode", "--decode", _one_of(*_modes), f"one of {', '.join(_modes)}",

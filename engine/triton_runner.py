@@ -129,9 +129,9 @@ class TritonRunner(Runner):
             return
         slots = self.driven.slots_of(closed)
         if self.digest_kind == "token" and self.digests.packed:
-            codes, scales = self.digests.store("token")
+            codes, groups = self.digests.codes(), self.digests.groups
             layout = self.pool.shape.form.layout
-            triton_pages.close_pages(self.pool.data, slots, self.stager.upload(closed), codes, scales, layout)
+            triton_pages.close_pages(self.pool.data, slots, self.stager.upload(closed), *codes, groups, layout)
             self.digests.made("token", closed)
         elif self.digest_kind is not None:
             self.digests.ensure(self.digest_kind, closed, self.pool.read)

@@ -181,9 +181,9 @@ class Scoring:
     def __init__(self, scene: Scene) -> None:
         self.scene = scene
         self.q = scene.random(1, scene.config.heads, scene.config.head_dim, dtype=torch.float32)
-        codes, self.scales = encode_keys(scene.pool()[:, :, 0])
+        codes, self.scales = encode_keys(scene.pool()[:, :, 0].transpose(1, 2))  # [layer, kv_head, page, 64, dim]
         self.codes = pack_codes(codes) if scene.triton else codes
-        each = sum(part[0, 0].numel() * part.element_size() for part in (self.codes, self.scales))
+        each = sum(part[0, :, 0].numel() * part.element_size() for part in (self.codes, self.scales))
         self.bytes = each * (scene.pages - 1)
 
     def work(self, units: int) -> Work:
@@ -195,7 +195,8 @@ class Scoring:
 
             ids = torch.arange(scene.pages, dtype=torch.int32, device=scene.device)
             score = PageScores(1, scene.config.heads, shape.kv_heads, scene.pages, scene.device, units)
-            fixed = ids, scene.geometry(), Turns.of(rope, scene.pages), rope.score_scale
+            heads = torch.arange(shape.kv_heads, dtype=torch.int32, device=scene.device)
+            fixed = heads, ids, scene.geometry(), Turns.of(rope, scene.pages), rope.score_scale
             rows = scene.config.heads // shape.kv_heads
 
             def work(number: int) -> Tensor:
@@ -207,7 +208,8 @@ class Scoring:
 
             def work(number: int) -> Tensor:
                 layer = number % layers
-                return page_lse(rope, q, codes[layer, :past].to(torch.bfloat16), distance, scales[layer, :past])
+                keys = codes[layer, :, :past].transpose(0, 1).to(torch.bfloat16, memory_format=torch.contiguous_format)
+                return page_lse(rope, q, keys, distance, scales[layer, :, :past].transpose(0, 1))
 
         return work
 

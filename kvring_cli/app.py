@@ -15,6 +15,7 @@ from kvring_cli.commands.chat import chat
 from kvring_cli.commands.doctor import doctor
 from kvring_cli.commands.gate import gate
 from kvring_cli.commands.guide import guide
+from kvring_cli.commands.heads import heads
 from kvring_cli.commands.inspect import inspect
 from kvring_cli.commands.launch import launch
 from kvring_cli.commands.pick_engine import pick_engine
@@ -42,6 +43,7 @@ app.command()(top)
 app.command()(receipt)
 app.command()(doctor)
 app.command()(calibrate)
+app.command(no_args_is_help=True)(heads)
 app.command()(plan)
 app.command("pick-engine")(pick_engine)
 app.command()(guide)

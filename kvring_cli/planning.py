@@ -22,6 +22,7 @@ from engine.ops.geometry import STAGED_PAGES
 from engine.platform import Facts, gather
 from engine.platform.facts import DESKTOP
 from engine.recall.digest import KIND_OF, digest_token_bytes
+from engine.recall.far_heads import FarHeads
 from engine.switches import resolve
 from engine.units import GIB, format_bytes
 from kvring_cli.cards import CardFacts, find_card, find_preset, presets
@@ -147,6 +148,8 @@ def make_plan(shape: Shape, place: Place, config: EngineConfig, *, weight_bits: 
 
     def capacity(settings: EngineConfig) -> Capacity:
         kind = KIND_OF.get(settings.scorer)
+        share = settings.far_heads if isinstance(settings.far_heads, int) else 100
+        far = FarHeads.spread(core.layers, core.kv_heads, share / 100)
         device = "cpu" if place.device is None else "cuda"
         memory = place.memory
         if place.device is None:  # weights lie in the same memory, and are loaded before the tiers are sized
@@ -157,7 +160,7 @@ def make_plan(shape: Shape, place: Place, config: EngineConfig, *, weight_bits: 
             trained_context=shape.trained_context,
             memory=memory,
             weight_bytes=weights,
-            digest_token_bytes=digest_token_bytes(kind, core, device) if kind else 0,
+            digest_token_bytes=digest_token_bytes(kind, core, device, far) if kind else 0,
             staging_pages=SEGMENT if place.device is None else STAGED_PAGES,
             **plan_tails(tail, settings, shape.trained_context),
         )

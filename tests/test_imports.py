@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 ORDER = [
-    ("engine.errors", "engine.units"),
+    ("engine.errors", "engine.files", "engine.units"),
     ("engine.config", "engine.conflicts", "engine.switches", "engine.limits", "engine.kernel_cache", "engine.pauses"),
     ("engine.platform", "engine.routes", "engine.device_profile"),
     ("engine.weights", "engine.text"),

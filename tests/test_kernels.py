@@ -127,34 +127,39 @@ def test_paged_attention_is_the_reference(dim, heads, kv_heads, tokens, first, p
     assert int(counters[g.STREAMED]) == met
 
 
-@pytest.mark.parametrize(("dim", "tokens", "splits"), [(64, 2, 2), (80, 2, 2), (128, 2, 2), (64, 9, 1), (80, 9, 1)])
-def test_page_scores_and_closed_codes_are_the_reference(dim, tokens, splits):
+@pytest.mark.parametrize(
+    ("dim", "tokens", "far", "splits"),
+    [(64, 2, [0, 1], 2), (80, 2, [0, 1], 2), (128, 2, [1], 4), (64, 9, [0, 1], 1), (80, 9, [1], 1)],
+)
+def test_page_scores_and_closed_codes_are_the_reference(dim, tokens, far, splits):
     heads, kv_heads, past = 4, 2, 7
     scene = Scene(dim, heads, kv_heads, tokens, 0, past, torch.bfloat16)
-    codes = torch.zeros(1, past + 10, kv_heads, PAGE, dim // 2, dtype=torch.uint8, device=DEVICE)
-    scales = torch.zeros(1, past + 10, kv_heads, PAGE, device=DEVICE)
+    codes = torch.zeros(len(far), past + 10, PAGE, dim // 2, dtype=torch.uint8, device=DEVICE)
+    scales = torch.zeros(len(far), past + 10, PAGE, device=DEVICE)
+    groups = ints([[0] * len(far), far])
     ids = torch.tensor(scene.ids[:past], device=DEVICE)
     slots = torch.tensor(scene.slot_of[scene.ids[:past]], device=DEVICE)[None]
-    triton_pages.close_pages(scene.pool[None], slots, ids, codes, scales)
-    expected, sizes = encode_keys(scene.kv[:past, 0].cpu())  # CUDA's division by a constant is not exact
-    assert torch.equal(codes[0, ids].cpu(), pack_codes(expected)) and torch.equal(scales[0, ids].cpu(), sizes)
+    triton_pages.close_pages(scene.pool[None], slots, ids, codes, scales, groups)
+    expected, sizes = encode_keys(scene.kv[:past, 0, far].cpu())  # CUDA's division by a constant is not exact
+    assert torch.equal(codes[:, ids].transpose(0, 1).cpu(), pack_codes(expected))
+    assert torch.equal(scales[:, ids].transpose(0, 1).cpu(), sizes)
 
     scores = triton_score.PageScores(tokens, heads, kv_heads, past + 4, DEVICE, 4)
     scores.listed.fill_(9)
     state = geometry(PAST=past, FARTHEST=4)
-    scores(scene.q, codes[0], scales[0], ints(scene.ids), state, scene.turns, scene.rope.score_scale)
+    scores(scene.q, codes, scales, groups[1], ints(scene.ids), state, scene.turns, scene.rope.score_scale)
     distance = np.minimum(np.arange(past, 0, -1), 4)
     expected, sizes = expected.to(DEVICE).float(), sizes.to(DEVICE)
-    wanted = page_lse(scene.rope, scene.q, expected, distance, sizes)
-    rows = tokens * heads // kv_heads
-    torch.testing.assert_close(scores.lse[:, :rows, :past], wanted, atol=2e-2, rtol=2e-3)
+    looking = scene.q.view(tokens, kv_heads, -1, dim)[:, far].reshape(tokens, -1, dim)
+    wanted = page_lse(scene.rope, looking, expected, distance, sizes)
+    rows, far = tokens * heads // kv_heads, len(far)
+    torch.testing.assert_close(scores.lse[:far, :rows, :past], wanted, atol=2e-2, rtol=2e-3)
     parts = [
-        part[: kv_heads * scores.lse.shape[1] * splits].view(kv_heads, -1, splits)[:, :rows]
-        for part in (scores.top, scores.sum)
+        part[: far * scores.lse.shape[1] * splits].view(far, -1, splits)[:, :rows] for part in (scores.top, scores.sum)
     ]
     assert scores.splits == splits
-    torch.testing.assert_close((parts[1].log() + parts[0]).logsumexp(-1), scores.lse[:, :rows, :past].logsumexp(-1))
-    assert not scores.listed.any()
+    torch.testing.assert_close((parts[1].log() + parts[0]).logsumexp(-1), scores.lse[:far, :rows, :past].logsumexp(-1))
+    assert not scores.listed[:far].any()
 
 
 @pytest.mark.parametrize("compact", [False, True])
@@ -446,13 +451,14 @@ def test_appended_tokens_become_the_codes_of_the_reference(name, dim):
 @pytest.mark.parametrize(("name", "dim"), CASES)
 def test_key_codes_of_closed_pages_are_made_from_what_the_pages_hold(name, dim):
     scene = CodedScene(name, dim, 2, 2, 1, 0, 2)
-    codes = torch.zeros(1, 12, 2, PAGE, dim // 2, dtype=torch.uint8, device=DEVICE)
-    scales = torch.zeros(1, 12, 2, PAGE, device=DEVICE)
+    codes = torch.zeros(2, 12, PAGE, dim // 2, dtype=torch.uint8, device=DEVICE)
+    scales = torch.zeros(2, 12, PAGE, device=DEVICE)
     ids = torch.tensor(scene.ids[:2], device=DEVICE)
     slots = torch.tensor(scene.slot_of[scene.ids[:2]], device=DEVICE)[None]
-    triton_pages.close_pages(scene.pool[None], slots, ids, codes, scales, scene.form.layout)
-    expected, sizes = encode_keys(scene.kv[:2, 0].cpu())
-    assert torch.equal(codes[0, ids].cpu(), pack_codes(expected)) and torch.equal(scales[0, ids].cpu(), sizes)
+    groups = ints([[0, 0], [0, 1]])
+    triton_pages.close_pages(scene.pool[None], slots, ids, codes, scales, groups, scene.form.layout)
+    expected, sizes = encode_keys(scene.kv[:2, 0].transpose(0, 1).cpu())
+    assert torch.equal(codes[:, ids].cpu(), pack_codes(expected)) and torch.equal(scales[:, ids].cpu(), sizes)
 
 
 @pytest.mark.parametrize(("name", "dim"), CASES)

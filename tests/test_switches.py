@@ -27,6 +27,7 @@ ANY_VALUE = {  # a value that is not the default, as the flag takes it, and what
     "neighbor_pages": ("0", 0),
     "query_tail": ("128", 128),
     "scorer": ("token", "token"),
+    "far_heads": ("50%", 50),
     "prefill": ("exact", "exact"),
     "decode": ("window", "window"),
     "positions": ("compact", "compact"),

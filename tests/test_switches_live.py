@@ -158,6 +158,7 @@ OBSERVED = {
     "neighbor_pages": ({"neighbor_pages": 0}, lambda seen: "neighbor" in seen.reasons()),
     "query_tail": ({"query_tail": 128}, lambda seen: seen.engine.prepare(seen.text).query),
     "scorer": ({"scorer": "mean"}, lambda seen: seen.answer().recall.scorer),
+    "far_heads": ({"far_heads": 50}, lambda seen: seen.refused),
     "prefill": ({"prefill": "window"}, lambda seen: seen.answer().recall.prefill_modes),
     "decode": ({"decode": "window"}, lambda seen: seen.answer().recall.decode_mode),
     "positions": ({"positions": "compact"}, lambda seen: seen.logits()),

@@ -94,11 +94,17 @@ def selected(result) -> set[tuple[int, str]]:
 
 
 @pytest.mark.parametrize(
-    ("settings", "kv_dtype"),
-    [({}, "auto"), ({}, "k8v4"), ({"decode": "window"}, "auto"), ({"decode": "exact"}, "k8v4")],
+    ("settings", "kv_dtype", "model", "far"),
+    [
+        ({}, "auto", "phantom", "all"),
+        ({}, "k8v4", "phantom", "all"),
+        ({}, "auto", "tiny", 50),
+        ({"decode": "window"}, "auto", "phantom", "all"),
+        ({"decode": "exact"}, "k8v4", "phantom", "all"),
+    ],
 )
-def test_the_device_sees_and_says_what_the_host_does(pair, settings, kv_dtype):
-    torch_engine, triton_engine = pair("phantom", kv_capacity=768, kv_dtype=kv_dtype)
+def test_the_device_sees_and_says_what_the_host_does(pair, settings, kv_dtype, model, far):
+    torch_engine, triton_engine = pair(model, kv_capacity=768, kv_dtype=kv_dtype, far_heads=far)
     wanted, got = answer(torch_engine, **settings), answer(triton_engine, **settings)
     assert got.tokens == wanted.tokens and got.recall.over_pool
     same, either = selected(got) & selected(wanted), selected(got) | selected(wanted)

@@ -132,12 +132,12 @@ def _close(
     pool,  # [layer, slot, page]
     slots,  # int64 [layer, n]
     pages,  # int64 [n]
-    codes,  # uint8 [layer, page, KV_HEADS, 64, DIM / 2]
-    scales,  # float32 [layer, page, KV_HEADS, 64]
+    codes,  # uint8 [group, page, 64, DIM / 2]
+    scales,  # float32 [group, page, 64]
+    groups,  # int32 [2, group]: layer and KV head
     count,
     pool_slots,
     code_pages,
-    KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     PAGE: tl.constexpr,
     HALF: tl.constexpr,
@@ -148,7 +148,8 @@ def _close(
     VALUE_SCALES: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    layer, n, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    group, n = tl.program_id(0), tl.program_id(1)
+    layer, kv_head = tl.load(groups + group).to(tl.int64), tl.load(groups + tl.num_programs(0) + group)
     key, half = tl.arange(0, PAGE), tl.arange(0, HALF)
     inside = (half < DIM // 2)[None, :]
     slot = tl.load(slots + layer * count + n)
@@ -162,28 +163,36 @@ def _close(
     low = (tl.div_rn(low, size[:, None]) + ROUND) - ROUND
     high = (tl.div_rn(high, size[:, None]) + ROUND) - ROUND
     packed = (low + 8.0).to(tl.int32) | ((high + 8.0).to(tl.int32) << 4)
-    to = ((layer * code_pages + tl.load(pages + n)) * KV_HEADS + kv_head) * PAGE
+    to = (group.to(tl.int64) * code_pages + tl.load(pages + n)) * PAGE
     tl.store(scales + to + key, size)
     tl.store(codes + to * (DIM // 2) + key[:, None] * (DIM // 2) + half[None, :], packed.to(tl.uint8), mask=inside)
 
 
 def close_pages(
-    pool: Tensor, slots: Tensor, pages: Tensor, codes: Tensor, scales: Tensor, layout: Layout | None = None
+    pool: Tensor,
+    slots: Tensor,
+    pages: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    groups: Tensor,
+    layout: Layout | None = None,
 ) -> None:
-    """4-bit key codes of closed pages in every layer. slots int64 [layer, n] of the pool, pages int64 [n]."""
-    layers, _, kv_heads, page, half = codes.shape
-    dim = 2 * half
-    _close[(layers, pages.shape[0], kv_heads)](
+    """4-bit key codes of closed pages, of the head groups that look far.
+
+    slots int64 [layer, n] of the pool, pages int64 [n]; codes, scales and groups as in `recall.digest.Digests`.
+    """
+    count, code_pages, page, half = codes.shape
+    _close[(count, pages.shape[0])](
         pool,
         slots,
         pages,
         codes,
         scales,
+        groups,
         pages.shape[0],
         pool.shape[1],
-        codes.shape[1],
-        KV_HEADS=kv_heads,
-        DIM=dim,
+        code_pages,
+        DIM=2 * half,
         PAGE=page,
         HALF=triton.next_power_of_2(half),
         **layout_of(pool, layout),

@@ -22,6 +22,8 @@ PAST, FARTHEST = map(tl.constexpr, (g.PAST, g.FARTHEST))
 WARPS, MANY_WARPS = 1, 8
 FEW = 8
 """Rows up to which they are turned to each page, and not its keys to them."""
+MOST_SPLITS = 512
+"""Parts of one row's sum: `triton_select` reads all of them in every program."""
 FEWER_UNITS = 8
 """A program for many rows has eight warps of work, and little room beside it."""
 ROUND = tl.constexpr(12582912.0)
@@ -68,22 +70,24 @@ def _byte(x):
 @triton.jit
 def _page_lse(
     q,  # [T, HEADS, DIM]: the rows that are scored
-    codes,  # uint8 [page, KV_HEADS, 64, DIM / 2] of one layer
-    scales,  # float32 [page, KV_HEADS, 64]
+    codes,  # uint8 [far, page, 64, DIM / 2] of one layer
+    scales,  # float32 [far, page, 64]
+    heads,  # int32 [far]: KV heads
     ids,  # int32 [logical page]
     geometry,
     cos,
     sin,
-    lse,  # float32 [KV_HEADS, PADDED, pages], natural: out
-    top_part,  # float32 [KV_HEADS, PADDED, splits]: out, the largest lse of each split
+    lse,  # float32 [far, PADDED, pages], natural: out
+    top_part,  # float32 [far, PADDED, splits]: out, the largest lse of each split
     sum_part,  # the same: out, its sum of exp(lse - largest)
-    listed,  # int32 [KV_HEADS]: out, zero, for `rank`
+    listed,  # int32 [far]: out, zero, for `rank`
     rows,
     reach,
     scale,
     pages,
+    code_pages,
     HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
     DIM: tl.constexpr,
     PAGE: tl.constexpr,
     HALF: tl.constexpr,
@@ -92,20 +96,20 @@ def _page_lse(
     FOLLOW: tl.constexpr,
 ):
     await_results(FOLLOW)
-    split, kv_head, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    split, far, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     past, farthest = tl.load(geometry + PAST), tl.load(geometry + FARTHEST)
     row, half, key = tl.program_id(2) * ROWS + tl.arange(0, ROWS), tl.arange(0, HALF), tl.arange(0, PAGE)
-    low, high = load_turned_rows(q, row, rows, kv_head, half, HEADS, HEADS // KV_HEADS, DIM)
+    low, high = load_turned_rows(q, row, rows, tl.load(heads + far), half, HEADS, GROUP, DIM)
     size = tl.maximum(tl.sqrt(tl.max(low * low + high * high, 1)), 1e-20) / 127.0  # no rotation makes a channel larger
     low, high = low / size[:, None], high / size[:, None]
     factor = size * (scale * LOG2E / NIBBLE)
     inside = (half < DIM // 2)[None, :]
-    out = (kv_head * PADDED + row).to(tl.int64)
+    out = (far * PADDED + row).to(tl.int64)
+    first = far.to(tl.int64) * code_pages
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     for page in range(split, past, splits):
-        identity = tl.load(ids + page).to(tl.int64)
-        at = (identity * KV_HEADS + kv_head) * PAGE
+        at = (first + tl.load(ids + page)) * PAGE
         packed = tl.load(codes + at * (DIM // 2) + key[:, None] * (DIM // 2) + half[None, :], mask=inside, other=0)
         unit = tl.load(scales + at + key)
         a, b = turn(low, high, cos, sin, tl.minimum(past - page, farthest) + reach, half, DIM)
@@ -121,39 +125,39 @@ def _page_lse(
         top = higher
     tl.store(top_part + out * splits + split, top, mask=row < rows)
     tl.store(sum_part + out * splits + split, total, mask=row < rows)
-    tl.store(listed + kv_head, 0)
+    tl.store(listed + far, 0)
 
 
 @triton.jit
 def _page_lse_of_many(
-    q, codes, scales, ids, geometry, cos, sin, lse, top_part, sum_part, listed, rows, reach, scale, pages,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, HALF: tl.constexpr,
+    q, codes, scales, heads, ids, geometry, cos, sin, lse, top_part, sum_part, listed, rows, reach, scale, pages,
+    code_pages, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, HALF: tl.constexpr,
     PADDED: tl.constexpr, ROWS: tl.constexpr, FOLLOW: tl.constexpr,
 ):  # fmt: skip
     """As `_page_lse`."""
     await_results(FOLLOW)
-    split, kv_head, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    split, far, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     past, farthest = tl.load(geometry + PAST), tl.load(geometry + FARTHEST)
     row, half, key = tl.program_id(2) * ROWS + tl.arange(0, ROWS), tl.arange(0, HALF), tl.arange(0, PAGE)
-    low, high = load_turned_rows(q, row, rows, kv_head, half, HEADS, HEADS // KV_HEADS, DIM)
+    low, high = load_turned_rows(q, row, rows, tl.load(heads + far), half, HEADS, GROUP, DIM)
     size = tl.maximum(tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 1), 1e-20)
     low, high = (low / size[:, None]).to(tl.float16), (high / size[:, None]).to(tl.float16)
     factor = size * (scale * LOG2E)
     inside = (half < DIM // 2)[None, :]
-    out = (kv_head * PADDED + row).to(tl.int64)
+    out = (far * PADDED + row).to(tl.int64)
+    first = far.to(tl.int64) * code_pages
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     for page in range(split, past, splits):
-        identity = tl.load(ids + page).to(tl.int64)
-        at = (identity * KV_HEADS + kv_head) * PAGE
+        at = (first + tl.load(ids + page)) * PAGE
         packed = tl.load(codes + at * (DIM // 2) + key[:, None] * (DIM // 2) + half[None, :], mask=inside, other=0)
         unit = tl.load(scales + at + key)
-        first = (packed & 15).to(tl.float32) - 8.0
-        second = (packed >> 4).to(tl.float32) - 8.0
+        lower = (packed & 15).to(tl.float32) - 8.0
+        upper = (packed >> 4).to(tl.float32) - 8.0
         distance = reach - tl.minimum(past - page, farthest)  # keys turn backwards where rows would turn forwards
-        first, second = turn(first, second, cos, sin, distance, half, DIM)
-        scores = dot(low, tl.trans(first.to(tl.float16)), tl.zeros([ROWS, PAGE], tl.float32))
-        scores = dot(high, tl.trans(second.to(tl.float16)), scores) * unit[None, :]
+        lower, upper = turn(lower, upper, cos, sin, distance, half, DIM)
+        scores = dot(low, tl.trans(lower.to(tl.float16)), tl.zeros([ROWS, PAGE], tl.float32))
+        scores = dot(high, tl.trans(upper.to(tl.float16)), scores) * unit[None, :]
         best = tl.max(scores, 1)
         mass = best * factor + tl.log2(tl.sum(tl.exp2((scores - best[:, None]) * factor[:, None]), 1))
         mass *= LN2
@@ -163,7 +167,7 @@ def _page_lse_of_many(
         top = higher
     tl.store(top_part + out * splits + split, top, mask=row < rows)
     tl.store(sum_part + out * splits + split, total, mask=row < rows)
-    tl.store(listed + kv_head, 0)
+    tl.store(listed + far, 0)
 
 
 class PageScores:
@@ -173,31 +177,40 @@ class PageScores:
         """For at most `tokens` scored rows of `heads` heads; `units`: programs that fill the device."""
         self.heads, self.kv_heads, self.units = heads, kv_heads, units
         padded = triton.next_power_of_2(max(8, tokens * (heads // kv_heads)))
-        self.rows = 0
-        self.splits = 1
+        self.rows, self.far, self.splits = 0, kv_heads, 1  # of the layer that was scored last
         self.lse = torch.empty(kv_heads, padded, pages, dtype=torch.float32, device=device)
-        self.top, self.sum = (torch.empty(kv_heads * padded * self._splits(1), device=device) for _ in range(2))
+        self.top, self.sum = (torch.empty(padded * max(units, kv_heads), device=device) for _ in range(2))
         self.keys = torch.empty(2, kv_heads, pages, dtype=torch.int32, device=device)  # of all pages; of the listed
         self.listed = torch.zeros(kv_heads, dtype=torch.int32, device=device)
         self.order = torch.empty(pages, dtype=torch.int32, device=device)
 
-    def _splits(self, blocks: int) -> int:
-        return max(1, self.units // (self.kv_heads * blocks))
+    def _splits(self, programs: int) -> int:
+        return max(1, min(MOST_SPLITS, self.units // programs))
 
     def __call__(
-        self, q: Tensor, codes: Tensor, scales: Tensor, ids: Tensor, geometry: Tensor, turns: Turns, scale: float
+        self,
+        q: Tensor,
+        codes: Tensor,
+        scales: Tensor,
+        heads: Tensor,
+        ids: Tensor,
+        geometry: Tensor,
+        turns: Turns,
+        scale: float,
     ) -> None:
-        """q [T, heads, dim] turned; codes and scales of one layer."""
+        """q [T, heads, dim] turned; codes, scales and heads of one layer, as in `recall.digest.KeyCodes`."""
         tokens, _, dim = q.shape
+        self.far, code_pages = codes.shape[:2]
         self.rows = tokens * (self.heads // self.kv_heads)
         few = self.rows <= FEW
         block = FEW if few else min(128, triton.next_power_of_2(max(16, self.rows)))
         blocks = triton.cdiv(self.rows, block)
-        self.splits = self._splits(blocks if few else blocks * FEWER_UNITS)
-        (_page_lse if few else _page_lse_of_many)[(self.splits, self.kv_heads, blocks)](
+        self.splits = self._splits(self.far * (blocks if few else blocks * FEWER_UNITS))
+        (_page_lse if few else _page_lse_of_many)[(self.splits, self.far, blocks)](
             q,
             codes,
             scales,
+            heads,
             ids,
             geometry,
             turns.cos,
@@ -210,8 +223,9 @@ class PageScores:
             turns.reach,
             scale,
             self.lse.shape[2],
+            code_pages,
             HEADS=self.heads,
-            KV_HEADS=self.kv_heads,
+            GROUP=self.heads // self.kv_heads,
             DIM=dim,
             PAGE=codes.shape[2],
             HALF=max(32, triton.next_power_of_2(dim // 2)),

@@ -33,8 +33,8 @@ UNROLL = tl.constexpr(4)
 
 @triton.jit
 def _key(
-    lse,  # float32 [KV_HEADS, PADDED, pages]
-    top_part,  # float32 [KV_HEADS, PADDED, splits]
+    lse,  # float32 [far, PADDED, pages]
+    top_part,  # float32 [far, PADDED, splits]
     sum_part,
     why,  # uint8 [pages]: of the step before
     role,  # uint8 [pages]
@@ -182,12 +182,14 @@ def _pick(
 def rank(scores: PageScores, bars: Tensor, why: Tensor, role: Tensor, geometry: Tensor, hysteresis: float) -> None:
     """Set `scores.order` to each candidate's best turn: its rank in a head x twice the heads, plus the head.
 
-    bars int32 [kv_head]: keys above which pages are looked at, -1 at first; moved to where twice as many as count pass.
+    bars int32 [kv_head], in the places of `scores.far` heads: keys above which pages are looked at, -1 at first; moved
+    to where twice as many as count pass.
     """
     kv_heads, padded, pages = scores.lse.shape
+    far = scores.far
     rows = triton.next_power_of_2(scores.rows)
     block = 128 if rows <= 32 else 32
-    _key[(triton.cdiv(pages, block), kv_heads)](
+    _key[(triton.cdiv(pages, block), far)](
         scores.lse,
         scores.top,
         scores.sum,
@@ -211,7 +213,7 @@ def rank(scores: PageScores, bars: Tensor, why: Tensor, role: Tensor, geometry: 
         num_warps=4 if rows <= 32 else 8,
         **follow(why),
     )
-    _rank[(triton.cdiv(pages, RANK["OWN_"]), kv_heads)](
+    _rank[(triton.cdiv(pages, RANK["OWN_"]), far)](
         scores.keys,
         scores.listed,
         bars,

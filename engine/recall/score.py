@@ -1,4 +1,4 @@
-"""How much each page matters to the query rows of this step, per KV head. Higher is better; all are in 0..1.
+"""How much each page matters to the query rows of this step, per KV head that looks far. Higher is better; all in 0..1.
 
 `token` is softmax attention over every closed page on 4-bit keys, summed inside each page: measured equal to dense
 attention with 8 to 32 pages of 660 on the phantom. The others are coarser, or controls.
@@ -42,12 +42,16 @@ def mass(lse: Tensor) -> Tensor:
 def token_scores(
     digests: Digests, rope: Rotary, layer: int, pages: np.ndarray, turned: Tensor, distance: np.ndarray
 ) -> Tensor:
-    """[kv_head, n] from the key codes of `pages` (numpy ids)."""
+    """[far head, n] from the key codes of `pages` (numpy ids): of the KV heads that look far."""
+    if not digests.far.everything(layer):
+        groups = turned.view(len(turned), digests.shape.kv_heads, -1, turned.shape[-1])
+        turned = groups.index_select(1, digests.codes_of(layer).heads).flatten(1, 2)
     parts = []
     for start in range(0, len(pages), BLOCK):
-        codes, scales = digests.read("token", layer, pages[start : start + BLOCK])
+        codes, scales = digests.read_codes(layer, pages[start : start + BLOCK])
         codes = unpack_codes(codes) if digests.packed else codes
-        parts.append(page_lse(rope, turned, codes.to(torch.bfloat16), distance[start : start + BLOCK], scales))
+        keys = codes.transpose(0, 1).to(torch.bfloat16, memory_format=torch.contiguous_format)
+        parts.append(page_lse(rope, turned, keys, distance[start : start + BLOCK], scales.transpose(0, 1)))
     return mass(torch.cat(parts, -1))
 
 
@@ -56,7 +60,7 @@ def digest_scores(digests: Digests, rope: Rotary, kind: str, layer: int, pages: 
 
     Bounds: the largest product that a key inside min..max could have (Quest, arXiv 2406.10774).
     """
-    (digest,) = digests.read(kind, layer, pages)
+    digest = digests.read(kind, layer, pages)
     rows, heads, dim = plain.shape
     kv_heads = digest.shape[-2]
     q = plain.float().view(rows, kv_heads, heads // kv_heads, dim).transpose(0, 1).reshape(kv_heads, -1, dim)

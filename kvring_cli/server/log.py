@@ -164,7 +164,8 @@ def _scoring(engine: Engine) -> str:
         return "[ring] content scoring idle: the pool holds the whole context, nothing is ever cold"
     if config.retrieve == "off":
         return "[ring] content scoring OFF (--retrieve off): a prompt over the pool is answered blind"
-    return f"[ring] content scoring ON by default (the ring is configured): scorer {config.scorer}"
+    scored = f"scorer {config.scorer}, keys of {engine.far_heads}"
+    return f"[ring] content scoring ON by default (the ring is configured): {scored}"
 
 
 def _free(engine: Engine) -> int:
