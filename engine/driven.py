@@ -7,8 +7,8 @@ anybody asks for them.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from engine.config import PAGE
 from engine.errors import EngineError
+from engine.ferry import Ferry
 from engine.kv.host import HostStore
 from engine.kv.pool import DevicePool
 from engine.kv.transfer import Transfer, TransferStats
@@ -53,6 +54,11 @@ class Kind:
     cold: bool
     scored: bool
     neighbors: int
+    ferried: bool  # the host brings what is missed
+
+    @property
+    def name(self) -> str:
+        return "device-driven, misses by the host" if self.ferried else "device-driven"
 
 
 class DrivenSteps:
@@ -106,6 +112,7 @@ class DrivenSteps:
             torch.zeros(host.pages, dtype=torch.uint8, device=device),
         )
         self._misses = triton_slots.Misses.empty(layers, slots, device)
+        self._ferry = None if self.in_place else Ferry(pool, host, self._misses, transfer.stats, self._gather_units)
         self._windows = ints(layers, slots)
         self._ids = ints(pages + own)
         self._role = torch.zeros(self._pages, dtype=torch.uint8, device=device)
@@ -130,7 +137,7 @@ class DrivenSteps:
     @property
     def in_place(self) -> bool:
         """Whether kernels may read every page of the host store where it lies."""
-        return not self._counters.is_cuda or self.host.pinned_bytes == self.host.bytes
+        return not self.pool.data.is_cuda or self.host.pinned_bytes == self.host.bytes
 
     def serves(self, frame: Frame) -> bool:
         """Whether this step can be driven by the device; the others are the host's."""
@@ -162,6 +169,7 @@ class DrivenSteps:
             everything and not frame.identity,
             scored,
             step.recall.settings.neighbors if scored else 0,
+            not everything and not self.in_place,
         )
         self._check_room(frame, layout, everything)
         self._take_tables()
@@ -327,10 +335,10 @@ class DrivenSteps:
     def _run(self, kind: Kind) -> Tensor | None:
         graph = self._graph(kind) if self.graphs and kind.tokens == 1 else None
         if graph is None:
-            self.steps["device-driven, eager"] += 1
+            self.steps[f"{kind.name}, eager"] += 1
             logits = self._launch(kind)
         else:
-            self.steps["device-driven, graph"] += 1
+            self.steps[f"{kind.name}, graph"] += 1
             logits = graph.replay()
         if self._counters.is_cuda:
             self._done = self._done or torch.cuda.Event()
@@ -373,6 +381,13 @@ class DrivenSteps:
             return None
         return self.model.logits(hidden[-1:] if kind.rows == "last" else hidden)
 
+    def _between(self, work: Callable[[], None]) -> None:
+        """Do the host's work here: now, or at every replay of the graph that is being captured."""
+        if self._building is not None:
+            self._building.cut(work)
+        else:
+            work()
+
     def _attend(self, kind: Kind, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         pool, turned, rope = self.pool.data[layer], self._turned[: kind.tokens], self.model.rope
         tables, host = self._tables.layer(layer), self.host.data[:, layer]
@@ -388,10 +403,10 @@ class DrivenSteps:
                 triton_select.pick(self._scores, self._role, why, window, self._geometry, kind.neighbors)
             misses = self._misses.layer(layer)
             triton_slots.bring(window, self._ids, tables, misses, self._geometry, self._counters, self.compact)
-            if self.in_place:
-                triton_pages.gather(host, pool, misses.pages, misses.places, misses.count, self._gather_units)
+            if kind.ferried:
+                self._ferry.fetch(layer, self._between)
             else:
-                self._by_host(layer)
+                triton_pages.gather(host, pool, misses.pages, misses.places, misses.count, self._gather_units)
         return self._attention(
             turned,
             pool,
@@ -407,24 +422,6 @@ class DrivenSteps:
             q.dtype,
             page,
         )
-
-    def _by_host(self, layer: int) -> None:
-        """The host brings this layer's misses: now, or at every replay of the graph that is being captured."""
-
-        def bring() -> None:
-            misses = self._misses.layer(layer)
-            count = int(misses.count)
-            if count:
-                began = time.perf_counter()
-                pages = misses.pages[:count].cpu().numpy().astype(np.int64)
-                places = misses.places[:count].long()
-                self.pool.data[layer].index_copy_(0, places, self.transfer.load(layer, pages))
-                self.transfer.stats.fetch_seconds += time.perf_counter() - began
-
-        if self._building is not None:
-            self._building.cut(bring)
-        else:
-            bring()
 
     # --- explaining -----------------------------------------------------------------------------------------------
 

@@ -55,8 +55,6 @@ class TritonRunner(Runner):
         )
         self.stager = Stager(self.pool, self.transfer, self.model.rope, self.model.config.heads, self.logical_pages)
         self.steps = self.driven.steps
-        if self.driven.in_place:
-            self.transfer.store_kernel = self._store_pages
 
     def step(self, steps: Sequence[StepInput]) -> list[Tensor | None]:
         self.collect()
@@ -135,6 +133,7 @@ class TritonRunner(Runner):
             self.digests.made("token", closed)
         elif self.digest_kind is not None:
             self.digests.ensure(self.digest_kind, closed, self.pool.read)
+        self.transfer.store_kernel = self._store_pages if self.driven.in_place else None  # pinning goes on meanwhile
         self.transfer.write_through(closed.tolist(), slots)
 
     def _store_pages(self, slots: Tensor, pages: np.ndarray) -> None:

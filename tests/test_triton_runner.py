@@ -13,7 +13,9 @@ import torch
 pytest.importorskip("triton", reason="triton has no wheel here")
 
 from engine.config import EngineConfig, RecallParams, SamplingParams
+from engine.driven import DrivenSteps
 from engine.engine import Engine
+from engine.ferry import Ferry
 from engine.model.load import load_model
 from engine.ops import triton_pages
 from engine.staged import StagedChunk
@@ -142,6 +144,39 @@ def test_no_kernel_is_given_host_memory_that_it_cannot_reach(pair, monkeypatch):
     resident = cached[(runner.pool.slot_of[:, cached] >= 0).all(0)]
     StagedChunk(runner.stager, len(resident), resident, np.arange(len(resident)), 0, 0)._stage(0, 0, len(resident))
     assert len(resident) and given == [runner.pool.data[0].data_ptr()]
+
+
+def test_what_the_host_brings_is_what_kernels_would_have_read(pair, monkeypatch):
+    _, engine = pair(kv_capacity=768)
+    wanted = answer(engine)
+    monkeypatch.setattr(DrivenSteps, "in_place", False)
+    _, engine = pair(kv_capacity=768)
+    got = answer(engine)
+    assert (got.tokens, selected(got)) == (wanted.tokens, selected(wanted))
+    for name in ("layer_pages_fetched", "bytes_fetched"):
+        assert getattr(got.recall, name) == getattr(wanted.recall, name) > 0, name
+    assert engine.stats()["fetch_seconds"] > 0
+    assert [name for name in engine.stats()["steps_by"] if "misses by the host" in name]
+
+
+def test_a_page_that_cannot_be_brought_is_in_no_slot(pair, monkeypatch):
+    monkeypatch.setattr(DrivenSteps, "in_place", False)
+    torch_engine, engine = pair(kv_capacity=768)
+    wanted = answer(torch_engine).tokens
+    gather, calls = Ferry._gather, [0]
+
+    def failing(self, layer, first):
+        calls[0] += 1
+        if calls[0] == 3:
+            raise RuntimeError("stopped half-way")
+        gather(self, layer, first)
+
+    monkeypatch.setattr(Ferry, "_gather", failing)
+    with pytest.raises(RuntimeError, match="half-way"):
+        answer(engine)
+    engine.audit(deep=True)
+    engine.forget()
+    assert answer(engine).tokens == wanted
 
 
 def test_everything_fits_and_a_second_turn_comes_back_from_the_host(pair):

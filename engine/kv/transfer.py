@@ -51,7 +51,7 @@ class Transfer:
     def write_through(self, pages: list[int], slots: torch.Tensor | None = None) -> None:
         """Copy closed pages, resident in every layer, to the host. Complete on return except on CUDA (`settle`).
 
-        slots int64 [layer, n] on the device, where `store_kernel` copies: the tables need not come home for it.
+        slots int64 [layer, n] on the device: the tables need not come home for it.
         """
         if not pages:
             return
@@ -63,7 +63,7 @@ class Transfer:
                     self.store_kernel(slots, ids)
                     slots.record_stream(self._stream)
                 else:
-                    self._copy_each(pages, ids)
+                    self._copy_each(pages, slots.tolist() if slots is not None else self.pool.slot_of[:, ids].tolist())
                 event = torch.cuda.Event()
                 event.record()
             self._in_flight.append((pages, event))
@@ -73,9 +73,9 @@ class Transfer:
                 self.host.data[:, layer].index_copy_(0, index, self.pool.read(layer, ids))
             self._complete(pages)
 
-    def _copy_each(self, pages: list[int], ids: np.ndarray) -> None:
-        for layer in range(self.host.shape.layers):
-            for page, slot in zip(pages, self.pool.slot_of[layer, ids].tolist(), strict=True):
+    def _copy_each(self, pages: list[int], slots: list[list[int]]) -> None:
+        for layer, places in enumerate(slots):
+            for page, slot in zip(pages, places, strict=True):
                 self.host.data[page, layer].copy_(self.pool.data[layer, slot], non_blocking=True)
 
     def settle(self, wait: bool = False) -> None:

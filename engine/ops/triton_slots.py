@@ -6,6 +6,7 @@ A slot is given as `DevicePool.place` would, the reference: free ones first, the
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import triton
@@ -156,17 +157,29 @@ class Tables:
 class Misses:
     """What `bring` writes: the pages it had to find slots for, one layer's or all layers'."""
 
-    pages: Tensor  # int32 [slots]: ids
+    told: Tensor  # int32 [FIRST + slots]: their number, from FIRST on their ids: one run, so one copy tells the host
     places: Tensor  # int32 [slots, rounded up to a power of two]: their slots
-    count: Tensor  # int32 [1]
+
+    FIRST: ClassVar[int] = 4
+    """Kernels are compiled for addresses that are multiples of 16 bytes."""
 
     @classmethod
     def empty(cls, layers: int, slots: int, device: torch.device) -> Misses:
-        sizes = (slots, triton.next_power_of_2(slots), 1)
+        sizes = cls.FIRST + triton.cdiv(slots, cls.FIRST) * cls.FIRST, triton.next_power_of_2(slots)
         return cls(*(torch.zeros(layers, size, dtype=torch.int32, device=device) for size in sizes))
 
+    @property
+    def count(self) -> Tensor:
+        """int32 [1]"""
+        return self.told[..., :1]
+
+    @property
+    def pages(self) -> Tensor:
+        """int32 [at least slots]: ids."""
+        return self.told[..., self.FIRST :]
+
     def layer(self, index: int) -> Misses:
-        return Misses(self.pages[index], self.places[index], self.count[index])
+        return Misses(self.told[index], self.places[index])
 
 
 def bring(
