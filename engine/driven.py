@@ -33,7 +33,7 @@ from engine.ops.triton_score import PageScores
 from engine.ops.upload import upload
 from engine.recall.digest import Digests
 from engine.recall.recall import QUERY_ROWS, Recall
-from engine.recall.select import HYSTERESIS, REASONS
+from engine.recall.select import HYSTERESIS, REASONS, WORTH
 from engine.routes import attention_key
 from engine.scheduler import QUESTION_CHUNK
 from engine.step import Frame
@@ -399,7 +399,7 @@ class DrivenSteps:
             if kind.scored:
                 codes = self.digests.codes_of(layer)
                 self._scores(turned[-QUERY_ROWS:], *codes, self._ids, self._geometry, self._turns, rope.score_scale)
-                triton_select.rank(self._scores, self._bars[layer], why, self._role, self._geometry, HYSTERESIS)
+                triton_select.rank(self._scores, self._bars[layer], why, self._role, self._geometry, HYSTERESIS, WORTH)
                 triton_select.pick(self._scores, self._role, why, window, self._geometry, kind.neighbors)
             misses = self._misses.layer(layer)
             triton_slots.bring(window, self._ids, tables, misses, self._geometry, self._counters, self.compact)

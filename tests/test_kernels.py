@@ -23,7 +23,7 @@ from engine.ops.rope import RopeConfig, Rotary, rotate  # noqa: E402
 from engine.ops.triton_attention import PagedAttention  # noqa: E402
 from engine.recall.digest import encode_keys, pack_codes  # noqa: E402
 from engine.recall.score import mass, page_lse  # noqa: E402
-from engine.recall.select import HYSTERESIS, choose  # noqa: E402
+from engine.recall.select import HYSTERESIS, WORTH, choose  # noqa: E402
 
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
@@ -208,13 +208,13 @@ def test_ranks_and_picks_choose_what_the_reference_chooses(seed, compact):
     state = geometry(PAST=past, LEFT=left, DEPTH=depth, WINDOW=len(fixed) + left, TICK=9)
     counters = torch.zeros(g.COUNTERS, dtype=torch.int64, device=DEVICE)
     bars = ints([-1] * kv_heads)
-    triton_select.rank(scores, bars, why, role, state, HYSTERESIS)
+    triton_select.rank(scores, bars, why, role, state, HYSTERESIS, WORTH)
     enough = bars.clone()  # where most or all of those that count pass
     scores.listed.zero_()
     bars.copy_(
         torch.where(ints(random.integers(0, 2, kv_heads)) == 1, enough, ints(random.integers(0, 1 << 30, kv_heads)))
     )
-    triton_select.rank(scores, bars, why, role, state, HYSTERESIS)
+    triton_select.rank(scores, bars, why, role, state, HYSTERESIS, WORTH)
     triton_select.pick(scores, role, why, window, state, neighbors)
     triton_slots.bring(window, ints(ids), tables, misses, state, counters, compact)
 

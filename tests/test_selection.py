@@ -19,7 +19,7 @@ from engine.ops.rope import RopeConfig, Rotary
 from engine.recall.digest import encode_keys, pack_codes, unpack_codes
 from engine.recall.lexical import lexical_scores
 from engine.recall.score import mass, page_lse
-from engine.recall.select import HYSTERESIS, REASONS, choose, control
+from engine.recall.select import HYSTERESIS, REASONS, WORTH, choose, control
 from engine.recall.window import fits, span
 
 shares = st.builds(
@@ -106,11 +106,15 @@ def test_neighbours_come_along_and_lexical_cannot_crowd_out_keys():
 
 
 def test_a_held_page_stays_until_another_is_clearly_better():
-    scores = np.array([[0.3, 0.3 * HYSTERESIS - 0.01, 0.1]], dtype=np.float32)
     eligible = np.ones(3, dtype=bool)
-    assert choose(scores, eligible, 1, held=np.array([0])).pages.tolist() == [0]
-    scores[0, 1] += 0.02
-    assert choose(scores, eligible, 1, held=np.array([0])).pages.tolist() == [1]
+    for held, other, stays in (
+        (0.3, 0.3 * HYSTERESIS, True),
+        (0.3, 0.3 * HYSTERESIS + 2 * WORTH, False),
+        (0.0001, 0.9 * WORTH, True),  # many times better, and still next to nothing
+        (0.0001, 1.1 * WORTH, False),
+    ):
+        scores = np.array([[held, other, 0.00005]], dtype=np.float32)
+        assert choose(scores, eligible, 1, held=np.array([0])).pages.tolist() == [0 if stays else 1]
 
 
 def test_a_page_brings_its_neighbours_once_and_they_stay_beside_it():

@@ -47,6 +47,7 @@ def _key(
     pages,
     splits,
     hysteresis,
+    worth,
     KV_HEADS: tl.constexpr,
     PADDED: tl.constexpr,
     ROWS: tl.constexpr,
@@ -80,7 +81,7 @@ def _key(
         total = tl.sum(sums * tl.exp(tops - top[:, None]), 1)
         total = top + tl.log(tl.where(row < rows, total, 1.0))
         share = tl.exp(tl.max(x - total[:, None], 0))
-        share = tl.where(held, share * hysteresis, share)
+        share = tl.where(held, share * hysteresis + worth, share)
         key = (share.to(tl.int32, bitcast=True) & -PLACES) | (PLACES - 1 - page)
         key = tl.where((kind == CANDIDATE) | (kind == TAKEN), key, -1)
         tl.store(keys + head * pages + page, key, mask=page < past)
@@ -179,7 +180,9 @@ def _pick(
         tl.store(window + tl.load(geometry + WINDOW) - left + place, own, mask=picked)
 
 
-def rank(scores: PageScores, bars: Tensor, why: Tensor, role: Tensor, geometry: Tensor, hysteresis: float) -> None:
+def rank(
+    scores: PageScores, bars: Tensor, why: Tensor, role: Tensor, geometry: Tensor, hysteresis: float, worth: float
+) -> None:
     """Set `scores.order` to each candidate's best turn: its rank in a head x twice the heads, plus the head.
 
     bars int32 [kv_head], in the places of `scores.far` heads: keys above which pages are looked at, -1 at first; moved
@@ -204,6 +207,7 @@ def rank(scores: PageScores, bars: Tensor, why: Tensor, role: Tensor, geometry: 
         pages,
         scores.splits,
         hysteresis,
+        worth,
         KV_HEADS=kv_heads,
         PADDED=padded,
         ROWS=rows,

@@ -12,10 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 
 HYSTERESIS = 3.0
-"""A page stays selected until another scores so many times better; the neighbours that came with it stay with it.
+WORTH = 0.01
+"""A page stays selected until another scores so many times better and gets so much of the attention besides; the
+neighbours that came with it stay with it.
 
 Where attention is diffuse (random weights, 131,072 tokens, 136 of 2,048 pages a layer) 1.25 let 92 pages a layer change
-with every token; a page that matters scores many times better than the least of those that are held.
+with every token, and 3 alone four: pages that get a thousandth each. A page that matters scores many times better than
+the least of those that are held, and gets far more than a hundredth.
 """
 
 REASONS = ("key", "lexical", "neighbor", "control")
@@ -59,7 +62,7 @@ def choose(
         stays = np.zeros(len(eligible), dtype=bool)
         if held is not None and len(held):
             stays[held] = True
-            scores = np.where(stays, scores * HYSTERESIS, scores)
+            scores = np.where(stays, scores * HYSTERESIS + WORTH, scores)
         rank = _rank(scores, eligible, budget)
         _take(reasons, rank, eligible, left, neighbors, REASONS.index("key"), stays)
     pages = np.flatnonzero(reasons >= 0)
