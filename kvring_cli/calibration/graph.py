@@ -23,4 +23,9 @@ def graphed(work: Callable[[int], Tensor], device: torch.device) -> Callable[[],
     several()  # compiles
     graph = StepGraph()
     graph.capture(several)
-    return graph.replay
+
+    def replay(kept: object = several) -> Tensor:
+        """A graph reads its tensors and doesn't keep them: the function that holds them lives as long as this one."""
+        return graph.replay()
+
+    return replay
