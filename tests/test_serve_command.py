@@ -102,6 +102,18 @@ def test_it_says_what_it_is_in_order_serves_logs_without_content_and_ends_at_ctr
     assert "Traceback" not in "".join(child.lines)
 
 
+def test_without_a_key_it_answers_to_loopbacks_names_and_those_it_was_given():
+    child = Child("--allowed-host", "Box.lan")
+    try:
+        statuses = [
+            httpx.get(f"{child.base}/health", headers={"Host": name}, timeout=30).status_code
+            for name in ("localhost:1", "box.lan", "evil.example")
+        ]
+        assert 403 not in statuses[:2] and statuses[2] == 403
+    finally:
+        child.end()
+
+
 def test_on_failure_exit_ends_the_process_with_an_error():
     child = Child("--on-failure", "exit", code=DYING)
     try:
@@ -131,9 +143,9 @@ def test_strict_refuses_what_would_only_be_warned_of(monkeypatch, capsys):
 
 def test_an_open_door_is_warned_of_and_strict_refuses_it(capsys):
     public = ["serve", "phantom", "--host", "0.0.0.0", "--port", "0", "--max-context", "8192"]
-    assert call([*public, "--kv-capacity", "64"]) == 1  # too small: it ends here
+    assert call([*public, "--kv-capacity", "64", "--allowed-host", "a"]) == 1  # too small: it ends here
     said = capsys.readouterr().err
-    assert "can be reached by others" in said and "a pool of" in said
+    assert "can be reached by others" in said and "a pool of" in said and "--allowed-host changes nothing" in said
     assert call([*public, "--strict"]) == 1
     assert "--strict: 0.0.0.0 can be reached by others" in capsys.readouterr().err
     assert call([*public, "--api-key", ""]) == 1

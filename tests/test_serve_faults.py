@@ -218,6 +218,18 @@ def test_no_other_site_may_ask(live):
         assert not [name for name in response.headers if name.startswith("access-control")]
 
 
+def test_no_other_sites_name_leads_to_a_server_without_a_key(phantom):
+    with served(phantom, ServeSettings(hosts=("box.lan",))) as live:
+        for name in ("127.0.0.1:80", "localhost", "[::1]:8000", "LOCALHOST:1", "chat.localhost", "box.lan:8000"):
+            assert live.http.get("/v1/models", headers={"Host": name}).status_code == 200, name
+        for name in ("evil.example", "127.0.0.1.evil.example:8000", "localhost.evil.example", "10.0.0.7", "[fe80::1]"):
+            refused = live.http.get("/v1/models", headers={"Host": name})
+            assert "--allowed-host" in error(refused, 403, "host_not_allowed")["message"], name
+    with served(phantom, ServeSettings(api_key="secret")) as live:
+        asked = {"Host": "evil.example", "x-api-key": "secret"}
+        assert live.http.get("/v1/models", headers=asked).status_code == 200
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no full disk here")
 def test_a_full_disk_ends_the_request_log_and_no_answer(phantom, capsys):
     with served(phantom, log=RequestLog("/dev/full")) as live:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
 import socket
 import time
@@ -36,6 +35,15 @@ def serve(
     api_key: Annotated[
         str | None,
         typer.Option("--api-key", help="Clients must send this key. Switch: KVRING_API_KEY.", rich_help_panel=_SERVER),
+    ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allowed-host",
+            metavar="NAME",
+            help="Without a key: a further name by which clients may call this server; again for more.",
+            rich_help_panel=_SERVER,
+        ),
     ] = None,
     model_id: Annotated[
         str | None,
@@ -81,6 +89,7 @@ def serve(
 ) -> None:
     """Serve a model over HTTP. A conversation's next turn computes its new tokens only."""
     from kvring_cli.receipt.record import Record
+    from kvring_cli.server.hosts import is_loopback
     from kvring_cli.start import settle
 
     began = time.perf_counter()
@@ -91,7 +100,10 @@ def serve(
     if api_key == "":
         raise ConfigError("--api-key is empty: everybody could come in", "a key, or leave --api-key out")
     key = api_key or os.environ.get("KVRING_API_KEY") or None
-    if key is None and not _loopback(host):
+    private = is_loopback(host)
+    if allowed_host and (key or not private):
+        console.warn("--allowed-host changes nothing beside a key or a public --host: any name may be called there")
+    if key is None and not private:
         exposed = f"{host} can be reached by others, and there is no --api-key"
         if strict:
             raise ConfigError(f"--strict: {exposed}", "--api-key KEY, or leave --strict out")
@@ -109,6 +121,7 @@ def serve(
         max_pending=max_pending,
         pending_timeout=pending_timeout,
         on_failure=on_failure,
+        hosts=tuple(name.lower() for name in allowed_host or ()) if private and key is None else None,
     )
     source = "default" if default_max_tokens is None else "--default-max-tokens"
     try:
@@ -211,10 +224,3 @@ def _listening(listener: socket.socket, service: Service) -> str:
     shown = f"[{host}]" if ":" in host else host
     auth = "enabled" if service.settings.api_key else "disabled"
     return f"listening on http://{shown}:{port} | model {service.model_id} | auth {auth}"
-
-
-def _loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

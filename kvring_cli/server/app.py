@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect
 from engine.errors import KVRingError
 from kvring_cli.server import anthropic, chat, completions, info, page, tokenize
 from kvring_cli.server.errors import APIError, as_api_error, invalid, speaks_anthropic
+from kvring_cli.server.hosts import stranger
 from kvring_cli.server.metrics import Metrics
 from kvring_cli.server.ring import paint
 from kvring_cli.server.service import Service
@@ -42,7 +43,7 @@ def make_app(service: Service) -> FastAPI:
 
 
 class Gate:
-    """In front of every route: the key, the body's announced size, and 503 while nobody can answer."""
+    """In front of every route: host and key, the body's announced size, and 503 while nobody can answer."""
 
     def __init__(self, app: Any, service: Service, metrics: Metrics) -> None:
         self.app, self.service, self.metrics = app, service, metrics
@@ -58,6 +59,11 @@ class Gate:
     def _refusal(self, scope: Any) -> APIError | None:
         headers = {name: value for name, value in scope["headers"]}
         settings = self.service.settings
+        if (name := stranger(headers.get(b"host"), settings.hosts)) is not None:
+            message = (
+                f"without a key this server answers to localhost, not '{name}': --allowed-host {name}, or a key"
+            )
+            return APIError(403, "host_not_allowed", message)
         if settings.api_key and scope["path"] not in OPEN_PATHS and not _may_enter(headers, settings.api_key):
             return APIError(401, "invalid_api_key", "the API key is missing or wrong")
         size = headers.get(b"content-length", b"0")

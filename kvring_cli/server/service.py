@@ -33,6 +33,7 @@ class ServeSettings:
     on_failure: str = "report"  # report | exit | restart
     keep_alive: float = 5.0  # seconds between comments in a silent stream
     max_body: int = MAX_BODY
+    hosts: tuple[str, ...] | None = None  # names beside loopback's that clients may call this server; None: any
 
 
 class Service:
