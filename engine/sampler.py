@@ -36,15 +36,19 @@ class Sampler:
         self._prompt = set(prompt) if params.repetition_penalty != 1 else set()
         self._counts: dict[int, int] = {}
 
-    def draw(self, logits: Tensor) -> Sampled:
-        """logits [vocab] float32, on any device; EngineError if they are not finite."""
+    def draw(self, logits: Tensor, forced: int | None = None) -> Sampled:
+        """logits [vocab] float32, on any device; EngineError if they are not finite. `forced` is taken instead."""
+        if forced is not None and self.params.logprobs is None:
+            return self._drawn(forced, True)
         if logits.is_cuda and self._plain:
             token, finite = torch.stack([logits.argmax(), torch.isfinite(logits).all().long()]).tolist()
             return self._drawn(token, bool(finite))
         logits = logits.cpu()
         self._check(bool(torch.isfinite(logits).all()))
         adjusted = self._penalise(logits)
-        if self.params.temperature < COLDEST:
+        if forced is not None:
+            token = forced
+        elif self.params.temperature < COLDEST:
             token = int(adjusted.argmax())
         else:
             token = int(torch.multinomial(self._probabilities(adjusted), 1, generator=self._random))

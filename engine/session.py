@@ -13,7 +13,7 @@ from engine.prepare import Prepared
 from engine.recall.recall import Recall
 from engine.result import PageView, Progress, RecallReport, Result, Timings, Token, Usage
 from engine.runner import Runner
-from engine.sampler import Sampled, Sampler
+from engine.sampler import Sampler
 from engine.scheduler import Phase
 from engine.sequence import Sequence
 from engine.step import Trace
@@ -82,7 +82,7 @@ class Session:
 
     def draw(self, logits: Tensor) -> Token:
         """The next token, and `finish` if it ends the answer."""
-        sampled = Sampled(self._forced.popleft()) if self._forced else self._sampler.draw(logits)
+        sampled = self._sampler.draw(logits, self._forced.popleft() if self._forced else None)
         if not self._generated:
             self._first = time.perf_counter()
         self._generated.append(sampled.token)

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import PurePath
 from typing import Any
 
 from gates.haystack import GATE_TOKENS, Counter, Document, build
 from gates.options import GateOptions
+from gates.outside import ANSWER, SHORT, Say, fitted
 from gates.remote import Reply, Server
 from gates.reuse import SHARE, SOONER
 from gates.verdict import Check, Report
 
-ANSWER = 48  # tokens
-ROOM = 512
-SHORT = 600
 PAGE_SLACK = 128
 """Tokens that a server may compute again: it resumes in blocks of its own."""
-Say = Callable[[str, float], None]
 
 
-def run(name: str, server: Server, count: Counter, options: GateOptions, say: Say, filler: Any) -> Report:
-    """`reuse` or `resend` against `server`, on one document."""
-    report = Report(name, environment={"served_model": PurePath(server.model).name, "seeds": [1]})
-    wanted = options.length or GATE_TOKENS
-    tokens = min(wanted, server.context - ROOM) if server.context else wanted
-    if tokens < wanted:
-        report.notes.append(f"{tokens:,} tokens instead of {wanted:,}: the server's context is {server.context:,}")
+def run(report: Report, server: Server, count: Counter, options: GateOptions, say: Say, filler: Any) -> Report:
+    """`reuse` or `resend` (the report's gate) against `server`, on one document."""
+    report.environment["seeds"] = [1]
+    tokens = fitted(server, options.length or GATE_TOKENS, report)
     document = build("keyed", tokens, count, 1, filler=filler, asked=3)
-    {"reuse": _reuse, "resend": _resend}[name](server, document, count, report, say)
+    {"reuse": _reuse, "resend": _resend}[report.gate](server, document, count, report, say)
     return report.judge()
 
 

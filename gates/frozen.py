@@ -19,15 +19,15 @@ class Frozen:
     """`with Frozen(...) as frozen`: `main` prefills the document; other engines adopt its pages when first used."""
 
     def __init__(self, context: Context, exam: Exam, pools: dict[str, int], room: int = 1024, **others: int) -> None:
-        """`pools`: tokens by name, "pool" among them; `room`: tokens for questions and answers beside the document.
-
-        `others`: engine settings of every pool but "pool".
+        """`pools`: tokens by name, the first is the one that prefills; `room`: tokens for questions and answers beside
+        the document; `others`: engine settings of every pool but the first.
         """
         self._context, self._exam, self._pools, self._others = context, exam, pools, others
         self._size = exam.tokens + room
         self._opening = RecallParams(prefill=context.prefill)
-        self.main = context.engine(max_context=self._size, kv_capacity=pools["pool"])
-        self._engines = {"pool": self.main}
+        first = next(iter(pools))
+        self.main = context.engine(max_context=self._size, kv_capacity=pools[first])
+        self._engines = {first: self.main}
 
     def __enter__(self) -> Frozen:
         try:

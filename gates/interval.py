@@ -31,3 +31,9 @@ def clopper_pearson(hits: int, trials: int, confidence: float = CONFIDENCE) -> t
 def sign_test(lost: int, won: int) -> float:
     """One-sided p that so many or more of the discordant pairs are lost where both arms are equally good."""
     return _at_least(lost, lost + won, 0.5)
+
+
+def fisher(hits: int, trials: int, other_hits: int, other_trials: int) -> float:
+    """One-sided p of so few hits beside the other's, where both are equally good (Fisher's exact test)."""
+    found, ways = hits + other_hits, comb(trials + other_trials, trials)
+    return sum(comb(found, k) * comb(trials + other_trials - found, trials - k) for k in range(hits + 1)) / ways

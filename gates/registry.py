@@ -98,14 +98,24 @@ GATES = {
 }
 
 
-def known(names: list[str]) -> list[str]:
-    """The gates that were asked for, each once; `all`: every one but the suite. ConfigError for a name that is none."""
+OUTSIDE = ("multi-needle", "long-problem", "reuse", "resend", "agreement", SUITE)
+"""Those with arms that any server can be asked for."""
+LOCAL = "agreement"
+"""Compares a server with this engine, on the same model."""
+
+
+def known(names: list[str], outside: bool = False) -> list[str]:
+    """The gates that were asked for, each once; `all`: every one but the suite, `outside` of those for a server.
+
+    ConfigError for a name that is none.
+    """
     for name in names:
         if name not in GATES and name != ALL:
             raise ConfigError(f"there is no gate '{name}'", f"one of {', '.join(GATES)}, or {ALL}")
-    return list(
-        dict.fromkeys(gate for name in names for gate in ([n for n in GATES if n != SUITE] if name == ALL else [name]))
-    )
+        if outside and name not in OUTSIDE and name != ALL:
+            raise ConfigError(f"gate '{name}' needs the inside of the engine", f"with --base-url: {', '.join(OUTSIDE)}")
+    every = [name for name in (OUTSIDE if outside else GATES) if name != SUITE]
+    return list(dict.fromkeys(gate for name in names for gate in (every if name == ALL else [name])))
 
 
 def run_gate(
@@ -155,10 +165,21 @@ def server(base: str, model: str | None, options: GateOptions) -> Server:
     return Server(base, model, options.timeout)
 
 
-def run_remote(name: str, server: Server, options: GateOptions, progress: Callable[[str, float], None]) -> Report:
-    """The black-box arms of one gate against a server."""
+def run_remote(
+    name: str,
+    server: Server,
+    options: GateOptions,
+    progress: Callable[[str, float], None],
+    config: EngineConfig | None = None,
+) -> Report:
+    """The black-box arms of one gate against a server; `config`: of the model that it serves, where one is loaded."""
     from gates.black_box import run
     from gates.filler import read_filler
 
     began = time.perf_counter()
-    return _finished(run(name, server, options, progress, read_filler(options.haystack)), began, options)
+    context = None
+    if config is not None:
+        from gates.context import load_context
+
+        context = load_context(config, options, progress)
+    return _finished(run(name, server, options, progress, read_filler(options.haystack), context), began, options)

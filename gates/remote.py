@@ -18,6 +18,10 @@ from gates.haystack import Message
 CONTEXT_FIELDS = ("max_model_len", "context_length", "context_window", "n_ctx", "n_ctx_train")
 """Where servers say, in /v1/models, how long a prompt may be; some put it under `meta`."""
 
+UNPENALISED = {"repeat_penalty": 1.0}
+"""llama-cpp-python's own is 1.1, and of 49111 it then says 4911. A server that knows no such field and minds is asked
+without."""
+
 
 @dataclass(frozen=True)
 class Reply:
@@ -43,6 +47,7 @@ class Server:
         base = base.rstrip("/")
         self._base = base if base.endswith("/v1") else f"{base}/v1"
         self._timeout = timeout
+        self._greedy: dict[str, Any] = {"temperature": 0, **UNPENALISED}
         listed = self._models()
         names = [str(entry.get("id")) for entry in listed]
         self.model = model or (names[0] if names else "")
@@ -53,7 +58,16 @@ class Server:
 
     def ask(self, messages: Sequence[Message], max_tokens: int, **more: Any) -> Reply:
         """Greedy. Whatever goes wrong is a Reply with a fault."""
-        body = {"model": self.model, "messages": list(messages), "max_tokens": max_tokens, "temperature": 0, **more}
+        reply = self._ask(messages, max_tokens, more)
+        if reply.fault.startswith("OSError: HTTP 4") and UNPENALISED.items() <= self._greedy.items():
+            self._greedy = {"temperature": 0}
+            reply = self._ask(messages, max_tokens, more)
+            if reply.fault:
+                self._greedy.update(UNPENALISED)  # it was something else
+        return reply
+
+    def _ask(self, messages: Sequence[Message], max_tokens: int, more: dict[str, Any]) -> Reply:
+        body = {"model": self.model, "messages": list(messages), "max_tokens": max_tokens, **self._greedy, **more}
         began = time.perf_counter()
         try:
             value = self._call("/chat/completions", body)

@@ -16,7 +16,7 @@ from gates.arms import ANSWER, ArmSpec, Exam, blinding, plain
 from gates.context import ROOM, Context
 from gates.frozen import Arms, Frozen
 from gates.haystack import TASKS
-from gates.interval import sign_test
+from gates.options import GateOptions
 from gates.ruler import ASKED, PAPERS, papers
 from gates.verdict import Arm, Check, Report
 
@@ -25,6 +25,8 @@ SHARE = 16  # one page in so many is resident
 WEAK = 0.5
 LEVEL = 0.05
 LEAST_POOL = 12 * PAGE
+FEWEST = 8
+"""Pages: sink 1, open 1, chunk 1, recent 1, working 4 come first; of 7 nothing was ever selected."""
 ALL = (*TASKS, *PAPERS)
 
 
@@ -35,13 +37,13 @@ def run(context: Context, tokens: int | None = None) -> Report:
     wanted = tokens or options.length or (QUICK_TOKENS if options.quick else TOKENS)
     tokens = context.fitted(wanted, report)
     pool = options.budget or max(LEAST_POOL, tokens // SHARE // PAGE * PAGE)
+    if pool < FEWEST * PAGE:
+        few = f"a pool of {pool // PAGE} pages leaves none to select beside sink, open, chunk, recent and working ones"
+        raise ConfigError(few, f"--budget {FEWEST * PAGE} or more")
     report.notes.append(
         f"{tokens:,} tokens, {tokens // PAGE} pages, {pool // PAGE} resident (1 in {tokens / pool:.1f})"
     )
-    tasks = tuple(options.tasks or ALL)
-    unknown = [task for task in tasks if task not in ALL]
-    if unknown:
-        raise ConfigError(f"there is no task '{unknown[0]}'", f"some of {', '.join(ALL)}")
+    tasks = chosen_tasks(options)
     arms: Arms = {}
     for number, task in enumerate(tasks):
 
@@ -51,11 +53,21 @@ def run(context: Context, tokens: int | None = None) -> Report:
         for exam, short in _exams(context, task, tokens):
             _run(context, exam, short, pool, arms, say)
     report.arms = list(arms.values())
+    report.checks = [_selected(arms[task, "recall"]) for task in tasks]
     counted = sum(_count(arms, task, report) for task in tasks)
     report.judge()
-    if not counted and report.verdict == "INCONCLUSIVE":
+    if not counted and report.verdict == "PASS":
         report.verdict, report.reasons = "WEAK MODEL", ["no task counts: see the notes"]
     return report
+
+
+def chosen_tasks(options: GateOptions) -> tuple[str, ...]:
+    """Those of `--tasks`, or every one; ConfigError for a name that is none."""
+    tasks = options.tasks or ALL
+    for task in tasks:
+        if task not in ALL:
+            raise ConfigError(f"there is no task '{task}'", f"some of {', '.join(ALL)}")
+    return tasks
 
 
 def _shares(config: EngineConfig, pool: int) -> dict[str, int]:
@@ -83,10 +95,12 @@ def _exams(context: Context, task: str, tokens: int) -> Iterator[tuple[Exam, Exa
 
 
 def _run(context: Context, exam: Exam, short: Exam | None, pool: int, arms: Arms, say) -> None:
-    """One exam: prefilled where everything fits, adopted by the small pool; with compact positions in that itself."""
+    """One exam, prefilled once: where everything fits if that is exact, else (and packed) in the small pool itself."""
     answer = PAPERS[exam.task][1] if exam.task in PAPERS else 2 * ANSWER  # a real model says a sentence
-    prefill = "recall" if short else "exact"
-    dense = ArmSpec("dense", "shown", plain("exact", decode="exact"))
+    asked, shares = context.config.prefill, _shares(context.config, pool)
+    prefill = "recall" if short else "exact" if asked == "auto" else asked
+    packed = replace(context, config=replace(context.config, prefill=prefill, **shares))
+    dense = ArmSpec("dense", "shown", plain("exact" if short else prefill, decode="exact"), where="whole")
     specs = [
         ArmSpec("exact", "shown", plain(prefill, decode="exact"), where="small"),
         ArmSpec("recall", "shown", plain(prefill), where="small"),
@@ -95,19 +109,27 @@ def _run(context: Context, exam: Exam, short: Exam | None, pool: int, arms: Arms
         ArmSpec("random pages", "shown", plain(prefill, control="random"), where="small", quick=False),
     ]
     chosen = [spec for spec in specs if spec.quick or not context.options.quick]
-    small = _shares(context.config, pool)
     say(f"{exam.task}: {exam.tokens:,} tokens, prefill {prefill}", 0.0)
     if short is None:
-        context = replace(context, config=replace(context.config, prefill="exact"))
-        with Frozen(context, exam, {"pool": exam.tokens + ROOM, "small": pool}, **small) as frozen:
+        exact = replace(context, config=replace(context.config, prefill=prefill))
+        pools = {"whole": exam.tokens + ROOM, "small": pool}
+        if prefill == "exact":  # the same pages from either, and sooner where nothing streams
+            frozen = Frozen(exact, exam, pools, **shares)
+        else:
+            frozen = Frozen(packed, exam, dict(reversed(pools.items())))
+        with frozen:
             frozen.run([dense, *chosen], arms, say, answer)
         return
     below = replace(context, config=replace(context.config, positions="absolute", prefill="exact"))
-    with Frozen(below, short, {"pool": short.tokens + ROOM}) as frozen:
+    with Frozen(below, short, {"whole": short.tokens + ROOM}) as frozen:
         frozen.run([dense], arms, say, answer)
-    packed = replace(context, config=replace(context.config, prefill="recall", **small))
-    with Frozen(packed, exam, {"pool": pool}) as frozen:
-        frozen.run([replace(spec, where="pool") for spec in chosen[1:]], arms, say, answer)
+    with Frozen(packed, exam, {"small": pool}) as frozen:
+        frozen.run(chosen[1:], arms, say, answer)  # exact would see more positions than the model knows
+
+
+def _selected(arm: Arm) -> Check:
+    detail = f"{arm.hidden_pages} pages hidden, {arm.pages_selected:,} selected"
+    return Check(f"instrument, {arm.label}", arm.hidden_pages > 0 < arm.pages_selected, detail)
 
 
 def _count(arms: Arms, task: str, report: Report) -> bool:
@@ -117,17 +139,13 @@ def _count(arms: Arms, task: str, report: Report) -> bool:
         dense.note = "weak: not counted"
         report.notes.append(f"{task}: not counted, the model finds {dense.hits} of {dense.trials} seeing everything")
         return False
-    if _p(off, dense) > LEVEL:
+    if off.worse(dense) > LEVEL:
         dense.note = "control green: not counted"
         report.notes.append(f"{task}: not counted, without recall {off.hits} of {off.trials} are right as well")
         return False
     lost, won = recall.against(dense)
     detail = (
-        f"{recall.hits} of {recall.trials}, dense {dense.hits}; lost {lost}, won {won}, p = {_p(recall, dense):.3f}"
+        f"{recall.hits} of {recall.trials}, dense {dense.hits}; lost {lost}, won {won}, p = {recall.worse(dense):.3f}"
     )
-    report.checks.append(Check(f"{task}: recall is not clearly worse than dense", _p(recall, dense) > LEVEL, detail))
+    report.checks.append(Check(f"{task}: recall is not clearly worse than dense", recall.worse(dense) > LEVEL, detail))
     return True
-
-
-def _p(arm: Arm, dense: Arm) -> float:
-    return sign_test(*arm.against(dense))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
-from gates.interval import clopper_pearson
+from gates.interval import clopper_pearson, fisher, sign_test
 
 SCHEMA = "kvring.gate/2"
 EXIT = {"PASS": 0, "FAIL": 1, "BLIND": 3, "WEAK MODEL": 4, "INCONCLUSIVE": 5}
@@ -100,6 +100,12 @@ class Arm:
         """(lost, won): trials that `other` answered and this arm did not, and the reverse."""
         pairs = [(a.hit, b.hit) for a, b in zip(other.outcomes, self.outcomes, strict=True)]
         return pairs.count((True, False)), pairs.count((False, True))
+
+    def worse(self, other: Arm) -> float:
+        """One-sided p that so much was lost where both are equally good: in pairs where both were asked the same."""
+        if [outcome.expected for outcome in self.outcomes] == [outcome.expected for outcome in other.outcomes]:
+            return sign_test(*self.against(other))
+        return fisher(self.hits, self.trials, other.hits, other.trials)
 
     @property
     def label(self) -> str:

@@ -6,16 +6,23 @@ import json
 import re
 import threading
 import time
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from engine.config import EngineConfig
 from engine.errors import ConfigError
 from gates.black_box import run
+from gates.black_box_agreement import TIE, against, answered
+from gates.context import Context
 from gates.facts import DISJOINT
 from gates.options import GateOptions
-from gates.remote import Server
+from gates.remote import Reply, Server
+from tests.models import phantom_folder
 from tests.serving import served
+
+LENGTH = 2_600  # tokens: over the pool of our own server here
 
 
 class Fake(BaseHTTPRequestHandler):
@@ -42,7 +49,11 @@ class Fake(BaseHTTPRequestHandler):
         if body.get("stream"):
             return self._send({})
         answer = "" if self.fault == "empty" and len(text) > 6_000 else find(text)
+        if self.fault == "leaks" and not answer.startswith("It is"):
+            answer = find("\n".join([*self.seen, text]))
         usage = {"prompt_tokens": len(text) // 4, "prompt_tokens_details": {"cached_tokens": known // 4}}
+        if self.fault == "speechless":
+            answer = "I don't know."
         if self.fault == "drifts":
             answer += f" ({len(self.seen)})"
         return self._send({"choices": [{"message": {"content": answer}, "finish_reason": "stop"}], "usage": usage})
@@ -127,6 +138,51 @@ def test_turns_that_are_sent_again_are_judged_from_outside(gate, fault, verdict,
     assert why in " ".join(report.reasons) and report.not_run
 
 
+@pytest.mark.parametrize(
+    ("fault", "verdict", "why"),
+    [
+        ("", "PASS", ""),
+        ("cuts", "FAIL", "prompt length"),
+        ("leaks", "BLIND", "another document"),
+        ("error", "INCONCLUSIVE", "too long"),
+        ("speechless", "WEAK MODEL", "no task counts"),
+    ],
+)
+def test_the_suite_judges_what_is_lost_from_a_short_document_to_a_long_one(fault, verdict, why, fake):
+    report = ask(fake(fault), "suite", length=4_000, tasks=("keyed",))
+    assert report.verdict == verdict, report.reasons
+    assert why in " ".join(report.reasons) and any("can't be chosen" in line for line in report.not_run)
+
+
+@pytest.fixture(scope="module")
+def local(phantom):
+    config = EngineConfig(str(phantom_folder()), dtype="float32")
+    return Context(config, phantom, GateOptions(quick=True, length=LENGTH), lambda what, share: None)
+
+
+def test_what_this_engine_holds_against_an_answer(local):
+    document = local.document("keyed", 900, 1, asked=2)
+    fact = document.asked[0]
+    messages = document.messages(fact)
+    engine = local.engine(max_context=2_048, ring="off")
+    right = fact.expected
+    wrong = (right[:-1], right + "1", right[:-1] + str((int(right[-1]) + 1) % 10), "", "I don't know.")
+    assert answered(engine, messages)[0] == right
+    assert against(engine, messages, Reply(right, "stop")) == against(engine, messages, Reply(right[:3], "length")) == 0
+    assert all(against(engine, messages, Reply(text, "stop")) > TIE for text in wrong)
+    engine.audit()
+    engine.close()
+
+
+def test_agreement_refuses_to_compare_another_model(fake, local):
+    short = replace(local, options=replace(local.options, length=900))
+    report = run("agreement", fake(), short.options, local.say, "prose", short)
+    assert report.verdict in ("FAIL", "BLIND")
+    assert not next(check for check in report.checks if "same model" in check.name).ok
+    with pytest.raises(ConfigError, match="compares the server with this engine"):
+        ask(fake(), "agreement")
+
+
 def test_no_server_and_gates_that_need_the_inside_are_refused(fake):
     with pytest.raises(ConfigError, match="doesn't list its models"):
         Server("http://127.0.0.1:9", None, 2.0)
@@ -136,11 +192,18 @@ def test_no_server_and_gates_that_need_the_inside_are_refused(fake):
         run("fits", fake(), GateOptions(), lambda what, share: None, "prose")
 
 
-def test_our_own_server_passes_and_its_recall_can_be_switched_off(phantom):
-    with served(phantom) as running:
+def test_our_own_server_passes_and_its_recall_can_be_switched_off(phantom, local):
+    with served(phantom, kv_capacity=24 * 64) as running:
         server = Server(running.base, None, 60.0)
-        report = ask(server, length=4_500)
-        turns = [ask(server, gate, length=4_500) for gate in ("reuse", "resend")]
+        report = ask(server, length=LENGTH)
+        turns = [ask(server, gate, length=LENGTH) for gate in ("reuse", "resend")]
+        agreed = run("agreement", server, local.options, local.say, "prose", local)
+        suite = ask(server, "suite", length=LENGTH, tasks=("keyed", "frequent"))
+    assert agreed.verdict == "PASS", agreed.reasons
+    assert {arm.name for arm in agreed.arms} == {"server", "facts left out", "recall off"}
+    assert suite.verdict == "PASS", suite.reasons
+    assert any(note.startswith("frequent: not counted") for note in suite.notes)
+    assert {arm.name for arm in suite.arms} == {"exact", "long document", "another document", "recall off"}
     assert report.verdict == "PASS", report.reasons
     assert [turn.verdict for turn in turns] == ["PASS", "PASS"], [turn.reasons for turn in turns]
     assert any("cached" in check.name for check in turns[0].checks)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -84,18 +86,31 @@ def test_a_haystack_that_is_no_text_is_refused(tmp_path):
     assert read_filler(None) == "prose" and "prose" in FILLERS
 
 
-def suite(phantom, **options):
-    context = Context(EngineConfig(str(phantom_folder())), phantom, GateOptions(**options), lambda what, share: None)
-    return run(context)
+def suite(phantom, settings=None, **options):
+    config = EngineConfig(str(phantom_folder()), **(settings or {}))
+    return run(Context(config, phantom, GateOptions(**options), lambda what, share: None))
 
 
-def test_the_suite_marks_what_the_model_cannot_do_and_counts_the_rest(phantom):
-    report = suite(phantom, quick=True, length=2_500, tasks=("keyed", "variables"))
-    assert report.verdict == "PASS" and [check.name.split(":")[0] for check in report.checks] == ["keyed"]
+@pytest.mark.parametrize("prefill", ["auto", "window"])
+def test_the_suite_marks_what_the_model_cannot_do_and_counts_the_rest(prefill, phantom):
+    report = suite(phantom, {"prefill": prefill}, quick=True, length=2_500, tasks=("keyed", "variables"))
+    judged = [check.name.split(":")[0] for check in report.checks if not check.name.startswith("instrument")]
+    assert report.verdict == "PASS" and judged == ["keyed"]
     assert any(note.startswith("variables: not counted") for note in report.notes)
+
+
+def test_packed_positions_are_judged_by_what_the_model_finds_within_its_own_context(phantom):
+    short = replace(phantom, config=replace(phantom.config, trained_context=2_048))
+    report = suite(short, {"positions": "compact"}, quick=True, length=3_500, tasks=("keyed",))
+    assert report.verdict == "PASS", report.reasons
+    dense, recall = (next(arm for arm in report.arms if arm.name == name) for name in ("dense", "recall"))
+    assert max(outcome.tokens for outcome in dense.outcomes) < 1_200 and recall.hits == recall.trials
+    assert {arm.name for arm in report.arms} == {"dense", "recall", "recall off"}
 
 
 def test_the_suite_without_a_task_that_counts_says_weak_model(phantom):
     assert suite(phantom, quick=True, length=2_500, tasks=("variables",)).verdict == "WEAK MODEL"
+    with pytest.raises(ConfigError, match=r"7 pages leaves none to select"):
+        suite(phantom, length=2_500, budget=448)
     with pytest.raises(ConfigError, match="no task 'nonsense'"):
         suite(phantom, tasks=("nonsense",))

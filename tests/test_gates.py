@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import combinations
 from math import comb
 
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from gates.context import Context
-from gates.interval import clopper_pearson, sign_test
+from gates.interval import clopper_pearson, fisher, sign_test
 from gates.options import GateOptions
 from gates.registry import GATES, known, run_gate, run_in
 from gates.verdict import Arm, Check, Outcome, Report
@@ -83,6 +85,9 @@ def test_an_unknown_gate_is_refused_by_name():
 
 
 def test_all_names_every_gate_once():
+    assert "suite" not in known(["all"], outside=True) and "agreement" in known(["all"], outside=True)
+    with pytest.raises(ConfigError, match="needs the inside"):
+        known(["reuse", "fits"], outside=True)
     assert known(["fits", "all"]) == ["fits", *(name for name in GATES if name not in ("fits", "suite"))]
 
 
@@ -98,6 +103,24 @@ def test_the_interval_is_the_exact_one(trials, data):
 
     assert low == 0.0 if hits == 0 else abs(chance(low, range(hits, trials + 1)) - 0.025) < 1e-6
     assert high == 1.0 if hits == trials else abs(chance(high, range(hits + 1)) - 0.025) < 1e-6
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.data())
+def test_the_exact_test_of_two_rates_counts_the_ways_they_can_fall(trials, others, data):
+    """Oracle: every way of dealing that many hits over both."""
+    hits, more = data.draw(st.integers(0, trials)), data.draw(st.integers(0, others))
+    deals = list(combinations(range(trials + others), hits + more)) if trials + others <= 12 else []
+    as_few = sum(sum(place < trials for place in deal) <= hits for deal in deals)
+    p = fisher(hits, trials, more, others)
+    assert 0 < p <= 1 and (not deals or abs(p - as_few / len(deals)) < 1e-12)
+
+
+def test_arms_are_compared_in_pairs_only_where_they_were_asked_the_same():
+    dense, same = arm("dense", hits=6, trials=6), arm(hits=1, trials=6)
+    assert same.worse(dense) == sign_test(5, 0)
+    others = arm(hits=1, trials=6)
+    others.outcomes = [replace(outcome, expected="11111") for outcome in others.outcomes]
+    assert others.worse(dense) == fisher(1, 6, 6, 6)
 
 
 def test_losing_is_only_called_so_beyond_chance():

@@ -78,7 +78,7 @@ def gate(
     if not names:
         raise console.BadUsage("there is no gate to run", f"one of {', '.join(registry.GATES)}, or {registry.ALL}")
     try:
-        names = registry.known(names)
+        names = registry.known(names, outside=bool(base_url))
         tokens, pool = (parse_tokens(text) if text else None for text in (length, budget))
     except ConfigError as error:
         raise console.BadUsage(error.message, error.fix) from None
@@ -88,17 +88,16 @@ def gate(
             check_writable(flag, path)
     some = tuple(filter(None, (tasks or "").replace(" ", "").split(",")))
     options = GateOptions(quick, seeds, grid, tokens, pool, some, haystack, timeout)
-    if base_url:
-        server = registry.server(base_url, served_model, options)
-        again = shlex.join(["kvring", "gate", *names, "--base-url", "URL", *option_words(options)])
-    else:
-        resolved = settle(model, flags, verbose)
-        again = repeat(names, model, options, resolved)
+    server = registry.server(base_url, served_model, options) if base_url else None
+    inside = server is None or registry.LOCAL in names
+    resolved = settle(model, flags, verbose) if inside else None
+    again = repeat(names, model, options, resolved, server is not None)
     reports: list[Report] = []
     for name in names:
         with GateProgress(name) as progress:
-            if base_url:
-                found = registry.run_remote(name, server, options, progress)
+            if server:
+                config = resolved.config if name == registry.LOCAL else None
+                found = registry.run_remote(name, server, options, progress, config)
             else:
                 found = registry.run_gate(name, resolved.config, options, progress)
         if reports:
@@ -183,10 +182,12 @@ class GateProgress:
         self._last = what
 
 
-def repeat(names: list[str], model: str, options: GateOptions, resolved: Resolved) -> str:
-    """The command that runs these gates again; files and folders by their last name only."""
-    words = ["kvring", "gate", *names, "--model", Path(model).name, *option_words(options)]
-    for setting in SETTINGS:
+def repeat(names: list[str], model: str, options: GateOptions, resolved: Resolved | None, served: bool = False) -> str:
+    """The command that runs these gates again; files and folders by their last name only. `resolved` None: no engine
+    of our own took part."""
+    words = ["kvring", "gate", *names, *(["--base-url", "URL"] if served else [])]
+    words += [*(["--model", Path(model).name] if resolved else []), *option_words(options)]
+    for setting in SETTINGS if resolved else ():
         value = resolved.sources[setting.field].value
         if value != setting.default:
             shown = f"{value}B" if setting.field.endswith("_bytes") else str(value)
