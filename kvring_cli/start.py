@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.config import KV_EXPERIMENTAL
-from engine.errors import KVRingError
+from engine.errors import EngineError, KVRingError
 from engine.switches import SETTINGS, Effective, Resolved, resolve
 from engine.units import format_bytes
 from kvring_cli import console
@@ -19,6 +22,9 @@ if TYPE_CHECKING:
     from engine.engine import Engine
     from engine.kv.budget import Capacity
     from engine.platform import Platform
+
+CALIBRATE_WITHIN = 120
+"""Seconds after which a first start goes on without its card's routes."""
 
 
 def settle(model: str, flags: Flags, verbose: bool, card: str | None = None, **defaults: Any) -> Resolved:
@@ -86,16 +92,33 @@ def _measured(resolved: Resolved) -> dict[str, Effective]:
 
 
 def _calibrate(config: EngineConfig, device: torch.device, platform: Platform) -> None:
-    """The short form: routes, no rates. Nothing is measured where it could not be kept."""
+    """The short form: routes, no rates. Nothing is measured where it could not be kept.
+
+    On a card in a process of its own: a kernel that fails there leaves this one's context whole.
+    """
     from engine.device_profile import check_kept, save, user_file
     from kvring_cli.calibration import calibrate
     from kvring_cli.commands.gate import GateProgress
 
     target = user_file(path=config.device_profile_path)
     check_kept(target)
+    if device.type == "cuda":
+        _calibrate_apart(device, target)
+        return
     with GateProgress("calibrate") as progress:
         row = calibrate(device, platform, progress, rates=False, warn=console.warn)
     save(row, target)
+
+
+def _calibrate_apart(device: torch.device, target: Path) -> None:
+    where = ["--device", str(device), "--device-profile-path", str(target)]
+    command = [sys.executable, "-m", "kvring_cli", "calibrate", "--routes-only", *where]
+    try:
+        ended = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, timeout=CALIBRATE_WITHIN)
+    except subprocess.TimeoutExpired:
+        raise EngineError(f"kvring calibrate did not end within {CALIBRATE_WITHIN} s", "--device-profile off") from None
+    if ended.returncode:
+        raise EngineError(f"kvring calibrate ended with code {ended.returncode}", "--device-profile off")
 
 
 def _short(resolved: Resolved, field: str) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -404,24 +406,54 @@ def test_no_part_is_begun_when_time_is_over():
     assert parts.missing == ["a", "b"] and not parts.done and "were over" in said[0]
 
 
-def test_an_unknown_card_is_measured_once_and_a_failure_is_said(tmp_path, monkeypatch, capsys):
-    from kvring_cli import calibration, start
+def test_an_unknown_card_is_measured_once_in_a_process_of_its_own_and_a_failure_is_said(tmp_path, monkeypatch, capsys):
+    from kvring_cli import start
 
-    card = torch.device("cuda")
-    measured = []
+    path, ran = tmp_path / "mine", []
 
-    def calibrate(device, platform, progress, rates, warn):
-        measured.append(rates)
-        return DeviceProfile("some-card-sm86", 28, "a test", {"gather_units": ((64, 8),)})
+    def run(command, **_):
+        """What the child stores; none where the card is lost, and none in time where it hangs."""
+        ran.append(command)
+        code = len(ran) - 1
+        if code == 2:
+            raise subprocess.TimeoutExpired(command, 1)
+        if not code:
+            row = DeviceProfile("some-card-sm86", 28, "a test", {"gather_units": ((64, 8),)})
+            save(row, Path(command[command.index("--device-profile-path") + 1]))
+        return subprocess.CompletedProcess(command, code)
 
-    monkeypatch.setattr("engine.device.resolve_device", lambda name: card)
+    monkeypatch.setattr("engine.device.resolve_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr("engine.device.hardware", lambda device, platform: ("some-card-sm86", 28))
-    monkeypatch.setattr(calibration, "calibrate", calibrate)
-    path = tmp_path / "mine"
+    monkeypatch.setattr(start.subprocess, "run", run)
     for _ in range(2):
         start.settle("phantom", {"device_profile_path": str(path)}, verbose=False)
-    assert measured == [False] and look_up("some-card-sm86", 28, path / device_profile.FILE).source == "user"
+    assert len(ran) == 1 and look_up("some-card-sm86", 28, path / device_profile.FILE).source == "user"
+    assert call([*ran[0][3:], "--dry-run", "--help"]) == 0, "a line that the command takes"
     start.settle("phantom", {"device_profile": "off"}, verbose=False)
     (tmp_path / "file").write_text("no folder")
-    start.settle("phantom", {"device_profile_path": str(tmp_path / "file" / "below")}, verbose=False)
-    assert measured == [False] and "were not measured, the compiled-in ones serve" in capsys.readouterr().err
+    for folder, reason in (("file/below", "can't be written"), ("b", "ended with code 1"), ("c", "did not end within")):
+        capsys.readouterr()
+        start.settle("phantom", {"device_profile_path": str(tmp_path / folder)}, verbose=False)
+        said = capsys.readouterr().err
+        assert reason in said and "were not measured, the compiled-in ones serve" in said
+    assert len(ran) == 3
+
+
+def test_a_part_that_loses_the_card_ends_the_rest_and_keeps_what_was_there(monkeypatch):
+    from kvring_cli import calibration
+    from kvring_cli.calibration import parts, rates, routes
+
+    def fails() -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    def lost() -> bool:
+        return True
+
+    monkeypatch.setattr(parts, "_lost", lost)
+    monkeypatch.setattr(routes, "cases", lambda *_: [("a", lambda: {"page_gather": ((1, "take"),)}), ("b", fails)])
+    monkeypatch.setattr(rates, "cases", lambda *_, **__: [("c", lambda: pytest.fail("it was begun"))])
+    kept, said = [], []
+    with pytest.raises(EngineError, match="b broke the card's context"):
+        calibration.calibrate(CPU, this_platform(), lambda *_: None, keep=kept.append, warn=said.append)
+    assert kept[-1].routes == {"page_gather": ((1, "take"),)} and kept[-1].origin.endswith("not measured: b, c")
+    assert len(said) == 1

@@ -31,7 +31,7 @@ def calibrate(
     """A row for this hardware. `rates` False: routes only, which is quick. Before any weights are loaded.
 
     keep: given the row as soon as the routes are there, and again at the end. warn: told what could not be measured;
-    EngineError if that was everything.
+    EngineError if that was everything, or if the card was lost over it.
     """
     import torch
 
@@ -65,6 +65,11 @@ def calibrate(
         raise EngineError(f"nothing could be measured: {parts.missing[0]} and all else failed", "kvring doctor")
     if rates:
         keep(profile)
+    if parts.broken:
+        raise EngineError(
+            f"{parts.broken} broke the card's context; what came after it was not measured, the rest is kept",
+            "kvring calibrate again; if it stays so, kvring doctor and --device-profile off",
+        )
     return profile
 
 

@@ -60,9 +60,7 @@ class Gate:
         headers = {name: value for name, value in scope["headers"]}
         settings = self.service.settings
         if (name := stranger(headers.get(b"host"), settings.hosts)) is not None:
-            message = (
-                f"without a key this server answers to localhost, not '{name}': --allowed-host {name}, or a key"
-            )
+            message = f"without a key this server answers to localhost, not '{name}': --allowed-host {name}, or a key"
             return APIError(403, "host_not_allowed", message)
         if settings.api_key and scope["path"] not in OPEN_PATHS and not _may_enter(headers, settings.api_key):
             return APIError(401, "invalid_api_key", "the API key is missing or wrong")
