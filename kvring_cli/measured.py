@@ -40,11 +40,13 @@ def run(model: str, config: EngineConfig, plan: Plan, say: Callable[[str, float]
     try:
         text = _text(engine, tokens)
         engine.complete(engine.prepare("Hello", SamplingParams(max_tokens=2)))
-        exact = RecallParams(prefill="exact")
-        if engine.model.transformer.device.type == "cuda":
+        exact, card = RecallParams(prefill="exact"), engine.model.transformer.device.type == "cuda"
+        if card:
             _timed(engine, text, 4, exact, clock)  # kernels are compiled, and cuDNN plans each length
             engine.forget()
         prefill, steps = _timed(engine, text, _ANSWER, exact, clock)
+        if card:  # again: the first answer fetches its selection while it is written
+            _, steps = _timed(engine, text, _ANSWER, RecallParams(), clock)
         say("second turns", 0.8)
         turns = [
             _timed(engine, f"{text} {'why ' * (n + 1)}{_text(engine, QUESTION - n)}", 1, RecallParams(), clock)[0]

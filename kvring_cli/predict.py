@@ -16,6 +16,7 @@ On a card further ones, where weights may be packed and a step costs something b
 
     step/DTYPE          by tokens of the context: steps a second of a model without layers
     turn_start/DTYPE    the same for a second turn
+    turn_layer/DTYPE    FLOP of one layer's matrices in a second turn over cold pages, all that it does there included
     product/TYPE        bytes of weights of that type (a dtype, or a GGUF type) in one row's products
     unpack/TYPE         bytes of weights of that type that many rows make plain ones of first
 """
@@ -130,10 +131,10 @@ def predict(work: Work, rates: Mapping[str, Bands], *, context: int, pool: int, 
             raise ConfigError(f"the profile has no rate '{kind}'", "kvring calibrate measures it on this machine")
         return seconds(bands, amount)
 
-    def products(rows: int) -> float:
+    def products(rows: int, kind: str = "layer") -> float:
         """Of one layer's matrices over a chunk."""
         unpacked = sum(time(f"unpack/{kind}", size) for kind, size in work.packed if kind != dtype)
-        return time(f"layer/{dtype}", work.layer_flops(rows)) + unpacked
+        return time(f"{kind}/{dtype}", work.layer_flops(rows)) + unpacked
 
     def beside(kind: str) -> float:
         return time(f"{kind}/{dtype}", context) if f"{kind}/{dtype}" in rates else 0.0
@@ -159,7 +160,8 @@ def predict(work: Work, rates: Mapping[str, Bands], *, context: int, pool: int, 
     near = time(f"attend_row/{dtype}", work.window_bytes(min(work.window, context))) if sliding else 0.0
     step = layers * row + paged * seen + sliding * near + head + beside("step")
     rows = QUESTION + PAGE // 2  # a prefix resumes in whole pages
-    turn = layers * products(rows) + head + beside("turn_start")
+    whole = over and f"turn_layer/{dtype}" in rates
+    turn = layers * products(rows, "turn_layer" if whole else "layer") + head + beside("turn_start")
     turn += paged * time(f"attend/{dtype}", work.attend_flops(rows, window if over else context))
     if sliding:
         turn += sliding * time(f"attend/{dtype}", work.attend_flops(rows, min(work.window, context)))

@@ -128,10 +128,27 @@ def test_no_free_word_gets_through_wherever_it_stands(words):
 
 @pytest.mark.parametrize(
     "text",
-    [r"C:\Users\Ann\m.gguf", "D:/models/m.gguf", r"\\nas\ann\m.gguf", "/srv/ann/m.gguf", "~/ann/m.gguf", "'/opt/ann'"],
+    [
+        r"C:\Users\Ann\m.gguf",
+        r"C:\Users\The Name Ann\my Ann\m.gguf",
+        "D:/models/m.gguf",
+        r"\\nas\ann\m.gguf",
+        "/srv/ann/m.gguf",
+        "/srv/h5 Ann/kvring",
+        "~/ann/m.gguf",
+        "'/opt/ann'",
+    ],
 )
 def test_a_path_of_any_system_is_scrubbed(text):
-    assert "ann" not in scrub(f"can't open {text}: no").lower()
+    shown = scrub(f"can't open {text}: no, select 4/128 pages")
+    assert "ann" not in shown.lower() and shown.endswith("no, select 4/128 pages")
+
+
+def test_the_places_of_this_install_are_scrubbed():
+    from kvring_cli import receipt
+
+    for place in (sys.prefix, Path(receipt.__file__).resolve().parents[2]):
+        assert str(place) not in scrub(f"the code runs from {place}") and "<path>" in scrub(f"from {place}/x")
 
 
 def test_figures_survive_the_scrubbing():

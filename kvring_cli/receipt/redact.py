@@ -12,6 +12,7 @@ import inspect
 import os
 import re
 import socket
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -23,7 +24,11 @@ from engine.switches import SETTINGS, Setting
 from kvring_cli.models import CATALOGUE, PHANTOM
 
 HIDDEN = "<hidden>"
-_PATH = re.compile(r"(?<![\w/])(?:[A-Za-z]:[\\/]|\\\\|~?/(?![/\s]))[^\s'\"|,;]*")
+_WORD = r"[^\s'\"|,;:/\\]"
+_PATH = re.compile(
+    rf"(?<![\w/])(?:[A-Za-z]:[\\/]|\\\\|~?/(?![/\s]))[^\s'\"|,;]*(?:(?: {_WORD}+){{0,4}} {_WORD}*[/\\][^\s'\"|,;]*)*"
+)
+"""An absolute path of any system; further words belong to it as far as the next slash: folders may have spaces."""
 
 
 def is_plain(setting: Setting) -> bool:
@@ -75,8 +80,9 @@ def scrub(text: str) -> str:
 
 
 def _names() -> Iterator[tuple[str, str]]:
-    places = {str(Path.cwd()), os.path.expanduser("~"), *(os.environ.get(name, "") for name in ("HOME", "USERPROFILE"))}
-    people = {Path(place).name for place in places - {"", str(Path.cwd())}}
+    homes = {os.path.expanduser("~"), *(os.environ.get(name, "") for name in ("HOME", "USERPROFILE"))}
+    places = {*homes, str(Path.cwd()), sys.prefix, str(Path(__file__).resolve().parents[2])}
+    people = {Path(home).name for home in homes - {""}}
     people |= {os.environ.get(name, "") for name in ("USER", "USERNAME", "LOGNAME")}
     with contextlib.suppress(Exception):  # no such user in the password file
         people.add(getpass.getuser())
