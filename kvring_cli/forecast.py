@@ -34,7 +34,9 @@ class Forecast:
 def forecast(plan: Plan, config: EngineConfig, rates: Mapping[str, Bands], origin: str) -> Forecast:
     """For the plan's context, as a prompt."""
     capacity = plan.capacity
-    if capacity is None or not rates:
+    if capacity is None:
+        return Forecast(None, "it does not fit")
+    if not rates:
         return Forecast(None, origin)
     seen = capacity.pool_pages - capacity.window.free if capacity.ring else capacity.pool_pages
     measured = [kind.removeprefix("product/") for kind in rates if kind.startswith("product/")]

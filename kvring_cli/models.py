@@ -109,7 +109,7 @@ def resolve(name: str) -> Path:
             return path
     names = [PHANTOM, *CATALOGUE]
     near = difflib.get_close_matches(name.lower(), names, n=2, cutoff=0.4)
-    known = f"did you mean {' or '.join(near)}?" if near else f"names: {', '.join(names)}"
+    known = f"did you mean {' or '.join(near)}?" if near else f"names: {', '.join(names)}."
     get = f" `kvring pull {near[0]}` fetches it." if near and near[0] in CATALOGUE else ""
     raise ModelError(
         f"there is no model '{name[:200]}', neither a path nor a known name",

@@ -89,6 +89,25 @@ def test_every_command_line_parses(topic, language, parsed):
         assert line.split()[1] in (name, "bench")
 
 
+LOOKS = ("doctor", "guide", "inspect", "pick-engine", "plan", "receipt", "run MODEL")
+"""Beginnings of lines that end by themselves, without other programs, in seconds."""
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_every_command_line_that_only_looks_runs(language, tmp_path, monkeypatch, capsys):
+    """The test object stands for MODEL. What serves, gates and measures is run by the tests of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KVRING_RECORD", "0")
+    (tmp_path / "notes.txt").write_text("The code of the mill is MUSE-4711.")
+    lines = {line for topic in TOPICS for line in commands(text(topic, language))}
+    ran = sorted(line for line in lines if line.startswith(tuple(f"kvring {start}" for start in LOOKS)))
+    assert len(ran) > 20
+    for line in ran if language == ENGLISH else ran[::8]:  # the lines are the same in both: another test
+        words = ["phantom" if word == "MODEL" else word for word in shlex.split(line)[1:]]
+        assert call(words) == 0, f"{line}: {capsys.readouterr().err}"
+    assert (tmp_path / "receipt.txt").exists() or language == CHINESE
+
+
 def test_a_line_that_does_not_parse_is_seen(parsed):
     for line in (
         "kvring serv MODEL",
@@ -160,7 +179,7 @@ def test_translated_meanings_are_of_settings_that_exist():
 @pytest.mark.parametrize("card", CARDS)
 def test_figures_of_a_card_are_the_planners_own(card):
     markdown = text(card, ENGLISH)
-    asked = ["plan", "qwen3-4b", "--card", card, "--ram", "32GiB", "--json"]
+    asked = ["plan", "qwen3-4b", "--card", card, "--ram", "32GiB", "--weights", "q4_k", "--json"]
     done = subprocess.run([sys.executable, "-m", "kvring_cli.app", *asked], capture_output=True)
     assert find_card(card).key in markdown and "Not measured" in markdown
     largest = json.loads(done.stdout)["largest_context"]

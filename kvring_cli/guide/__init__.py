@@ -21,12 +21,14 @@ _WORDS = {
         "setting": "{values}, default {default}: {meaning}",
         "plan": ("model", "weights", "pool", *(f"context, {ram} GiB RAM" for ram in RAM_GIB)),
         "no": "does not fit",
+        "bits": "{bits} bits",
         "preset": "a window of {window:,} tokens, a prefill chunk of {chunk:,} and at most {limit} of the card",
     },
     "zh": {
         "setting": "{values}，默认 {default}：{meaning}",
         "plan": ("模型", "权重", "池", *(f"上下文，内存 {ram} GiB" for ram in RAM_GIB)),
         "no": "放不下",
+        "bits": "{bits} 位",
         "preset": "窗口 {window:,} 个 token，预填充块 {chunk:,}，最多用 {limit} 显存",
     },
 }
@@ -95,20 +97,28 @@ def _of_card(card: str, language: str) -> dict[str, Callable[[], str]]:
 
 
 def _plans(card: str, words: dict[str, Any]) -> str:
-    """What fits on the preset's typical card, for each published model and size of RAM."""
+    """What fits on the preset's typical card, for each published model and size of RAM: in 4 bits, and plain if that
+    fits too."""
     from engine.config import EngineConfig
     from engine.units import GIB, format_bytes
     from kvring_cli.cards import find_card, find_preset
-    from kvring_cli.planning import card_place, make_plan
+    from kvring_cli.planning import PLAIN_BITS, card_place, make_plan
     from kvring_cli.shapes import PUBLISHED
 
-    config = EngineConfig(model="", **find_preset(card).settings)
+    settings = find_preset(card).settings
+    places = [card_place(find_card(card), ram * GIB) for ram in RAM_GIB]
     rows = []
     for shape in PUBLISHED.values():
-        plans = [make_plan(shape, card_place(find_card(card), ram * GIB), config) for ram in RAM_GIB]
-        pools = [format_bytes(plan.capacity.pool_bytes) for plan in plans if plan.capacity]
-        longest = [f"{plan.largest:,}" if plan.largest else words["no"] for plan in plans]
-        rows.append((shape.name, format_bytes(plans[0].weight_bytes), pools[-1] if pools else "", *longest))
+        for weights in ("q4_k", "auto") if shape.weight_bits == PLAIN_BITS else ("auto",):
+            config = EngineConfig(model="", weights=weights, **settings)
+            plans = [make_plan(shape, place, config) for place in places]
+            pools = [format_bytes(plan.capacity.pool_bytes) for plan in plans if plan.capacity]
+            if not pools and weights == "auto" and shape.weight_bits == PLAIN_BITS:
+                continue
+            longest = [f"{plan.largest:,}" if plan.largest else words["no"] for plan in plans]
+            held = f"{format_bytes(plans[0].weight_bytes)}, {weights.upper() if weights != 'auto' else words['bits']}"
+            held = held.format(bits=f"{shape.weight_bits:g}")
+            rows.append((shape.name, held, pools[-1] if pools else "", *longest))
     return _table(words["plan"], rows)
 
 
