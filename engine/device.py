@@ -94,6 +94,16 @@ def free_memory(device: torch.device, platform: Platform) -> Memory:
     return Memory(ram, max(0, min(int(free * DEVICE_SHARE), free - (card.desktop_bytes if card else 0))))
 
 
+def limit_memory(device: torch.device, limit: int | None) -> None:
+    """Let torch allocate no more than `limit` bytes of this card in this process; None: as much as there is.
+
+    What is asked for beyond it is out of memory, as on a card of that size.
+    """
+    if device.type == "cuda":
+        _, total = torch.cuda.mem_get_info(device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total) if limit else 1.0, device)
+
+
 def card_of(device: torch.device, platform: Platform) -> Gpu | None:
     """What the driver says of the card that torch computes on; torch may number the cards otherwise."""
     name = torch.cuda.get_device_name(device)

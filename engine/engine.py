@@ -22,6 +22,7 @@ from engine.device import (
     explain_compute,
     free_memory,
     hiding_tokens,
+    limit_memory,
     load_routes,
     pin_budget,
     resolve_device,
@@ -169,6 +170,7 @@ class Engine:
         device = resolve_device(config.device)
         platform = platform or this_platform()
         set_threads(config.threads, platform)
+        limit_memory(device, config.device_limit_bytes)
         if model is None:
             began = time.perf_counter()
             model = load_model(config.model, device, resolve_dtype(config.dtype, device, config.model), config.weights)
