@@ -113,10 +113,11 @@ def drive(shape: Sizes, dtype: torch.dtype) -> None:
 
 def multiply(names: Iterable[str]) -> None:
     """Products with quantised matrices, and their dequantisation."""
-    from engine.ops.triton_packed import TRITON
+    from engine.ops.triton_packed import TENSOR_CORES, TRITON
 
     for name in names:
-        disagreement(name, TRITON, torch.device("cpu"), torch.bfloat16)
+        for kernels, dtype in ((TRITON, torch.bfloat16), (TENSOR_CORES, torch.bfloat16), (TENSOR_CORES, torch.float16)):
+            disagreement(name, kernels, torch.device("cpu"), dtype)
 
 
 def main(arguments: list[str]) -> None:

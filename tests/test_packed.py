@@ -61,6 +61,13 @@ def triton_kernels() -> Kernels:
     return TRITON
 
 
+def tensor_core_kernels() -> Kernels:
+    triton_kernels()
+    from engine.ops.triton_packed import TENSOR_CORES
+
+    return TENSOR_CORES
+
+
 def furthest(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((got.float().cpu() - wanted).abs().max() / wanted.abs().max())
 
@@ -106,6 +113,29 @@ def test_products_are_those_of_the_dequantised_matrix(name, rows, blocks, count,
         terms = x.float().abs() @ values(raw, kind).abs().T
         allowed = {torch.float32: 3e-5, torch.bfloat16: 4e-3}[dtype] * float(terms.max())
         assert float((got.float().cpu() - wanted).abs().max()) <= allowed
+
+
+@pytest.mark.parametrize("name", TYPES)
+@settings(max_examples=3, deadline=None)
+@given(
+    rows=st.integers(1, 35),
+    blocks=st.integers(1, 9),
+    count=st.integers(1, 8),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16]),
+    seed=st.integers(0, 99),
+)
+def test_products_on_tensor_cores_are_exact_sums_of_what_they_are_given(name, rows, blocks, count, dtype, seed) -> None:
+    """Tails of rows, of chunks and of pairs of x; float32 is written, so that nothing hides behind its rounding."""
+    kind = TYPES[name]
+    raw = random_blocks(kind, rows, blocks if kind.block == 32 else 1 + blocks // 5, seed)
+    matrix = packed(raw, kind, dtype, tensor_core_kernels())
+    x = torch.randn(count, matrix.columns, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    out = torch.full((count, rows + 3), torch.nan, device=DEVICE)
+    matrix.kernels.multiply(x.to(DEVICE), matrix, out[:, 2 : 2 + rows])
+    terms = x.float().abs() @ values(raw, kind).abs().T
+    wanted = x.float() @ values(raw, kind).T
+    assert float((out[:, 2 : 2 + rows].cpu() - wanted).abs().max()) <= 2e-4 * float(terms.max())
+    assert out[:, :2].isnan().all() and out[:, 2 + rows :].isnan().all()
 
 
 @pytest.mark.parametrize("name", TYPES)

@@ -21,18 +21,24 @@ def kernels_for(device: torch.device, dtype: torch.dtype, kinds: Iterable[str]) 
     names = sorted(set(kinds) & set(TYPES))
     if device.type != "cuda":
         return dict.fromkeys(names, TORCH), []
-    kernel_cache.point(torch.cuda.get_device_capability(device))
+    capability = torch.cuda.get_device_capability(device)
+    kernel_cache.point(capability)
     try:
-        from engine.ops.triton_packed import TRITON
+        from engine.ops.triton_packed import LEAST_CAPABILITY, TENSOR_CORES, TRITON
     except ImportError as error:
         trouble = f"packed weights are dequantised at every step, because Triton is not installed: {error}"
         return dict.fromkeys(names, TORCH), [trouble]
-    chosen, troubles = {}, []
+    candidates = [(TRITON, "is dequantised at every step, because its kernels")]
+    if capability >= LEAST_CAPABILITY and dtype != torch.float32:
+        candidates.insert(0, (TENSOR_CORES, "is multiplied without tensor cores, because kernels for them"))
+    chosen, troubles = dict.fromkeys(names, TORCH), []
     for name in names:
-        trouble = disagreement(name, TRITON, device, dtype)
-        chosen[name] = TORCH if trouble else TRITON
-        if trouble:
-            troubles.append(f"{name} is dequantised at every step, because its kernels {trouble}")
+        for kernels, then in candidates:
+            trouble = disagreement(name, kernels, device, dtype)
+            if not trouble:
+                chosen[name] = kernels
+                break
+            troubles.append(f"{name} {then} {trouble}")
     return chosen, troubles
 
 

@@ -1,7 +1,8 @@
 """Products with packed matrices: a few rows straight from the codes, many by dequantising slices. Triton.
 
-Reference and layout: ops/packed.py. A code is put into the mantissa of a power of two that is large enough for its last
-bit to be 1, which makes the float 2^n + code in two instructions; what was added is taken off with a sum of x.
+Reference and layout: ops/packed.py. Few rows of 16 bits an element go to tensor cores, in ops/triton_few.py; here is
+what serves float32 and older cards. A code is put into the mantissa of a power of two that is large enough for its
+last bit to be 1: the float 2^n + code, in two instructions. What was added is taken off with a sum of x.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.ops import triton_few
 from engine.ops.packed import UNIT, Kernels, Packed
 from engine.weights.quant import BYTES, NIBBLES, NONE, SIGNED
 
@@ -222,4 +224,12 @@ def rows_of(matrix: Packed, index: Tensor) -> Tensor:
     return dequantise(matrix, index)
 
 
+def multiply_on_tensor_cores(x: Tensor, matrix: Packed, out: Tensor) -> None:
+    """As `multiply`, for x of 16 bits an element."""
+    (triton_few.multiply_few if x.shape[0] <= FEW else multiply)(x, matrix, out)
+
+
 TRITON = Kernels(multiply, rows_of)
+TENSOR_CORES = Kernels(multiply_on_tensor_cores, rows_of)
+LEAST_CAPABILITY = (8, 0)
+"""Of TENSOR_CORES."""
