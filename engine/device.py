@@ -100,8 +100,9 @@ def limit_memory(device: torch.device, limit: int | None) -> None:
     What is asked for beyond it is out of memory, as on a card of that size.
     """
     if device.type == "cuda":
-        _, total = torch.cuda.mem_get_info(device)
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total) if limit else 1.0, device)
+        index = torch.cuda.current_device() if device.index is None else device.index
+        _, total = torch.cuda.mem_get_info(index)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total) if limit else 1.0, index)
 
 
 def card_of(device: torch.device, platform: Platform) -> Gpu | None:
