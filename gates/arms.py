@@ -87,7 +87,14 @@ def blinding(config: EngineConfig) -> list[str]:
         return ["NINFER_KV_RETRIEVE=0 (--retrieve off) turns recall off"]
     if config.decode == "window":
         return ["NINFER_KV_DECODE=window (--decode window) sees sink and recent pages only"]
+    if config.decode == "exact":
+        return ["NINFER_KV_DECODE=exact (--decode exact) reads every page: nothing is recalled"]
     return []
+
+
+def forgetting(config: EngineConfig) -> list[str]:
+    """Switches of the user's under which no turn can be cheaper than a cold one."""
+    return [] if config.reuse else ["NINFER_KV_REUSE_HOSTBACKED=0 (--no-reuse) keeps no checkpoint"]
 
 
 def run_arm(engine: Engine, exam: Exam, spec: ArmSpec, arm: Arm, answer: int = ANSWER) -> list[Result]:

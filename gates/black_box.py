@@ -56,7 +56,7 @@ def run(
     say("ask once, to learn how the server counts", 0.0)
     count, ours = learn_counting(server)
     if name in TURNS:
-        return black_box_turns.run(report, server, count, options, say, filler)
+        return black_box_turns.run(report, server, count, options, say)
     if name == SUITE:
         return black_box_suite.run(report, server, count, ours, options, say, filler)
     return _needles(report, server, count, ours, options, say, filler)

@@ -90,6 +90,9 @@ def run(server: Server, context: Context) -> Report:
     finally:
         engine.close()
     report.arms = [arm for arm, _ in found.values()]
+    if options.haystack:
+        for _, compared in found.values():
+            compared.example = ""  # it may quote the user's text
     report.checks = [_same_prompts(counts), *_checks(found, report.notes)]
     report.judge()
     controls = any(compared.trials for (_, name), (_, compared) in found.items() if name != WHOLE)

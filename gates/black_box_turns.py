@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from gates.haystack import GATE_TOKENS, Counter, Document, build
 from gates.options import GateOptions
 from gates.outside import ANSWER, SHORT, Say, fitted
@@ -14,22 +12,33 @@ from gates.verdict import Check, Report
 PAGE_SLACK = 128
 """Tokens that a server may compute again: it resumes in blocks of its own."""
 
+SEEDS = 16  # documents tried, if the server has read the ones before
 
-def run(report: Report, server: Server, count: Counter, options: GateOptions, say: Say, filler: Any) -> Report:
-    """`reuse` or `resend` (the report's gate) against `server`, on one document."""
-    report.environment["seeds"] = [1]
+
+def run(report: Report, server: Server, count: Counter, options: GateOptions, say: Say) -> Report:
+    """`reuse` or `resend` (the report's gate) against `server`, on one document, in prose: answers are quoted."""
     tokens = fitted(server, options.length or GATE_TOKENS, report)
-    document = build("keyed", tokens, count, 1, filler=filler, asked=3)
-    {"reuse": _reuse, "resend": _resend}[report.gate](server, document, count, report, say)
+    say(f"{report.gate}: first", 0.0)
+    document, cold = _cold(server, tokens, count)
+    report.environment["seeds"] = [document.seed]
+    {"reuse": _reuse, "resend": _resend}[report.gate](server, document, cold, count, report, say)
     return report.judge()
 
 
-def _reuse(server: Server, document: Document, count: Counter, report: Report, say: Say) -> None:
+def _cold(server: Server, tokens: int, count: Counter) -> tuple[Document, Reply]:
+    """A document that the server has not read yet, by its own count, and its reply to the first question."""
+    for seed in range(1, 1 + SEEDS):
+        document = build("keyed", tokens, count, seed, asked=3)
+        cold = server.ask(document.messages(document.asked[0]), 1)
+        if (cold.cached or 0) <= PAGE_SLACK:
+            break
+    return document, cold
+
+
+def _reuse(server: Server, document: Document, cold: Reply, count: Counter, report: Report, say: Say) -> None:
     """A follow-up is sooner than its conversation was cold, and by the server's own count cached."""
     report.not_run.append("the answer of a cold run, logprobs, counted pages: they need the inside of the engine")
     first, second, third = document.asked
-    say("reuse: cold", 0.0)
-    cold = server.ask(document.messages(first), 1)
     answer = server.ask(document.messages(first), ANSWER)
     if _faults(report, cold, answer):
         return
@@ -65,12 +74,11 @@ def _reuse(server: Server, document: Document, count: Counter, report: Report, s
     report.checks.append(Check("control: another first word", few, detail, control=True))
 
 
-def _resend(server: Server, document: Document, count: Counter, report: Report, say: Say) -> None:
+def _resend(server: Server, document: Document, cold: Reply, count: Counter, report: Report, say: Say) -> None:
     """The same request again, and after it was given up half-way, is answered alike; so is the next one."""
     report.not_run.append("failed copies, flipped bits, the audit: they need the inside of the engine")
     asked, other = document.asked[:2]
     messages = document.messages(asked)
-    say("resend: first", 0.0)
     first = server.ask(messages, ANSWER)
     say("resend: again", 0.4)
     again = server.ask(messages, ANSWER)
@@ -80,7 +88,7 @@ def _resend(server: Server, document: Document, count: Counter, report: Report, 
     say("resend: others", 0.8)
     short = build("keyed", SHORT, count, 2, asked=1)
     next_, different = server.ask(short.messages(short.asked[0]), ANSWER), server.ask(document.messages(other), ANSWER)
-    if _faults(report, first, again, after, next_, different):
+    if _faults(report, cold, first, again, after, next_, different):
         return
     for name, reply in (("again", again), ("after a request that was given up", after)):
         detail = f"'{reply.text[:60]}', first '{first.text[:60]}'"

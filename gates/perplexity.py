@@ -17,6 +17,7 @@ from torch import Tensor
 from engine.config import PAGE, RecallParams
 from engine.engine import Engine
 from engine.errors import ConfigError
+from gates.arms import blinding
 from gates.context import Context
 from gates.filler import FILLERS
 from gates.verdict import Check, Report
@@ -44,14 +45,14 @@ class Score:
 
 def run(context: Context, tokens: int | None = None) -> Report:
     """The gate of spec/gates.md; `--length` for another length of text, `--haystack` for another text."""
-    report = Report("perplexity", environment=context.environment())
+    report = Report("perplexity", environment=context.environment(), blinding_switches=blinding(context.config))
     wanted = tokens or context.options.length or (QUICK_TOKENS if context.options.quick else TOKENS)
     text = _text(context, wanted)
     window = min(WINDOW, context.model.config.trained_context // 2 // PAGE * PAGE)
     windows = [text[start : start + window] for start in range(0, len(text) - window + 1, window // 2)]
     if not windows:
         raise ConfigError(f"the text has {len(text):,} tokens, one window has {window:,}", "a longer text")
-    common = {"max_context": window + PAGE, "positions": "absolute", "retrieve": "auto", "reuse": False, "sink": PAGE}
+    common = {"max_context": window + PAGE, "positions": "absolute", "reuse": False, "sink": PAGE}
     made = {
         "dense": context.engine(**common, prefill_chunk=CHUNK, ring="off", kv_capacity=None),
         "fits": context.engine(**common, prefill_chunk=CHUNK, ring="on", kv_capacity=window + CHUNK),

@@ -150,7 +150,7 @@ def run_in(name: str, context: Context, **sizes: int) -> Report:
 
 
 def _finished(report: Report, began: float, options: GateOptions) -> Report:
-    """With the user's own text no answer stands in the report: it may quote it."""
+    """With the user's own text no answer stands in the report: it may quote it. Checks quote of prose only."""
     report.seconds = time.perf_counter() - began
     if options.haystack:
         for arm in report.arms:

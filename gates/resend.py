@@ -8,6 +8,7 @@ from engine.config import PAGE, RecallParams, SamplingParams
 from engine.engine import Engine
 from engine.errors import EngineError
 from engine.result import AuditError, Progress, Result
+from gates.arms import forgetting
 from gates.context import ROOM, Context
 from gates.haystack import Document
 from gates.verdict import Check, Report
@@ -18,12 +19,10 @@ QUICK_PAGES = 6  # at which a copy fails, spread evenly; else at every one
 
 def run(context: Context, tokens: int = TOKENS) -> Report:
     """The gate of spec/gates.md; the audit compares bytes after every request."""
-    report = Report("resend", environment=context.environment())
+    report = Report("resend", environment=context.environment(), blinding_switches=forgetting(context.config))
     document = context.document("keyed", tokens, 3, asked=2, own=False)
     other = context.document("keyed", tokens, 4, asked=2, own=False)
-    engine = context.engine(
-        max_context=tokens + ROOM, kv_capacity=POOL, prefill_chunk=CHUNK, sink=PAGE, reuse=True, ring="on"
-    )
+    engine = context.engine(max_context=tokens + ROOM, kv_capacity=POOL, prefill_chunk=CHUNK, sink=PAGE, ring="on")
     try:
         _again(context, engine, document, report)
         _failing(context, engine, document, report)

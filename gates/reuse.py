@@ -11,6 +11,7 @@ import torch
 from engine.config import PAGE, RecallParams, SamplingParams
 from engine.engine import Engine
 from engine.result import Progress, Result, Token
+from gates.arms import forgetting
 from gates.context import ROOM, Context
 from gates.haystack import GATE_TOKENS, Document, Fact
 from gates.multi_needle import POOL
@@ -29,15 +30,15 @@ Turns = list[tuple[Fact, str]]
 
 def run(context: Context, tokens: int = GATE_TOKENS) -> Report:
     """The gate of spec/gates.md: cached, sooner, the same; also after another conversation; and never by mistake."""
-    report = Report("reuse", environment=context.environment())
+    report = Report("reuse", environment=context.environment(), blinding_switches=forgetting(context.config))
     tokens = context.fitted(context.options.length or tokens, report)
     document = context.document("keyed", tokens, 1, asked=2 + FOLLOW_UPS, own=False)
     other = context.document("keyed", SMALL, 2, asked=2, own=False)
     size = {"max_context": document.tokens + SMALL + 2 * ROOM, "kv_capacity": context.pool(POOL, document.tokens)}
-    with _open(context, **size, reuse=True) as warm, _open(context, **size, reuse=False) as cold:
+    with _open(context, **size) as warm, _open(context, **size, reuse=False) as cold:
         _follow(context, warm, cold, document, other, report)
     small = {"max_context": SMALL + ROOM, "kv_capacity": SMALL_POOL}
-    with _open(context, **small, reuse=True) as warm, _open(context, **small, reuse=False) as cold:
+    with _open(context, **small) as warm, _open(context, **small, reuse=False) as cold:
         context.say("reuse: logprobs of a resumed turn", 0.95)
         report.checks.append(_same_logprobs(warm, cold, other))
     return report.judge()

@@ -166,7 +166,7 @@ class Report:
 
     def _judge(self) -> tuple[str, list[str]]:
         if self.blinding_switches:
-            return "FAIL", [f"{switch}: the positive arms ran under it" for switch in self.blinding_switches]
+            return "FAIL", [f"{switch}: no positive arm can be green under it" for switch in self.blinding_switches]
         weak = [arm for arm in self.arms if arm.kind == "dense" and not arm.green]
         if weak:
             return "WEAK MODEL", [

@@ -183,6 +183,12 @@ def test_agreement_refuses_to_compare_another_model(fake, local):
         ask(fake(), "agreement")
 
 
+def test_a_conversation_that_the_server_has_read_before_is_not_taken_for_a_cold_one(fake):
+    server = fake()
+    seeds = [ask(server, "reuse", length=4_000).environment["seeds"] for _ in range(2)]
+    assert seeds == [[1], [2]]
+
+
 def test_no_server_and_gates_that_need_the_inside_are_refused(fake):
     with pytest.raises(ConfigError, match="doesn't list its models"):
         Server("http://127.0.0.1:9", None, 2.0)

@@ -14,6 +14,7 @@ from gates.context import Context
 from gates.facts import matches
 from gates.filler import FILLERS, read_filler, text_filler
 from gates.haystack import build
+from gates.multi_needle import common
 from gates.options import GateOptions
 from gates.ruler import PAPERS, make_paper
 from gates.suite import run
@@ -65,6 +66,11 @@ def test_any_text_makes_a_haystack_of_the_length_that_was_asked(text):
     document = build("keyed", 6_000, COUNT, 1, filler=text_filler(text, "own"))
     assert abs(document.tokens - 6_000) <= 8
     assert all(document.text.count(fact.text) == 1 for fact in document.asked)
+
+
+def test_a_control_by_shared_words_is_run_only_where_such_words_are_common():
+    made = {name: build("disjoint", 6_000, COUNT, 1, filler=text_filler(text)) for name, text in OWN.items()}
+    assert common(build("disjoint", 6_000, COUNT, 1)) and not common(made["chinese"]) and not common(made["solid"])
 
 
 def test_a_text_that_gives_the_answers_away_is_refused_or_left_out():

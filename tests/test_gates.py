@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from gates.arms import blinding, forgetting
 from gates.context import Context
 from gates.interval import clopper_pearson, fisher, sign_test
 from gates.options import GateOptions
@@ -134,3 +135,16 @@ def test_recall_off_by_the_users_switch_turns_the_gate_red(phantom):
     assert report.exit_code == 1 and "NINFER_KV_RETRIEVE" in report.reasons[0]
     default = next(arm for arm in report.arms if arm.name == "default")
     assert default.hits <= 1 and default.hidden_pages > 0 and default.pages_selected == 0
+
+
+def test_reuse_off_by_the_users_switch_turns_the_gate_red(phantom):
+    config = EngineConfig(model=str(phantom_folder()), reuse=False)
+    report = run_in("reuse", Context(config, phantom, GateOptions(), lambda what, share: None), tokens=1_500)
+    assert report.exit_code == 1 and "NINFER_KV_REUSE_HOSTBACKED" in report.reasons[0]
+    assert any(check.name == "A, B, A: cached" and not check.ok for check in report.checks)
+
+
+@pytest.mark.parametrize(("field", "value"), [("retrieve", "off"), ("decode", "window"), ("decode", "exact")])
+def test_each_switch_that_blinds_recall_is_named(field, value):
+    assert any(f"--{field} {value}" in said for said in blinding(EngineConfig(model="", **{field: value})))
+    assert not blinding(EngineConfig(model="")) and not forgetting(EngineConfig(model=""))
