@@ -18,7 +18,7 @@ from gates.frozen import Arms, Frozen
 from gates.haystack import TASKS
 from gates.options import GateOptions
 from gates.ruler import ASKED, PAPERS, papers
-from gates.verdict import Arm, Check, Report
+from gates.verdict import Check, Report
 
 TOKENS, QUICK_TOKENS = 16_384, 6_000
 SHARE = 16  # one page in so many is resident
@@ -53,10 +53,9 @@ def run(context: Context, tokens: int | None = None) -> Report:
         for exam, short in _exams(context, task, tokens):
             _run(context, exam, short, pool, arms, say)
     report.arms = list(arms.values())
-    report.checks = [_selected(arms[task, "recall"]) for task in tasks]
     counted = sum(_count(arms, task, report) for task in tasks)
     report.judge()
-    if not counted and report.verdict == "PASS":
+    if not counted and report.verdict == "INCONCLUSIVE":
         report.verdict, report.reasons = "WEAK MODEL", ["no task counts: see the notes"]
     return report
 
@@ -127,11 +126,6 @@ def _run(context: Context, exam: Exam, short: Exam | None, pool: int, arms: Arms
         frozen.run(chosen[1:], arms, say, answer)  # exact would see more positions than the model knows
 
 
-def _selected(arm: Arm) -> Check:
-    detail = f"{arm.hidden_pages} pages hidden, {arm.pages_selected:,} selected"
-    return Check(f"instrument, {arm.label}", arm.hidden_pages > 0 < arm.pages_selected, detail)
-
-
 def _count(arms: Arms, task: str, report: Report) -> bool:
     """Whether the task says something, and then what."""
     dense, recall, off = (arms[task, name] for name in ("dense", "recall", "recall off"))
@@ -147,5 +141,9 @@ def _count(arms: Arms, task: str, report: Report) -> bool:
     detail = (
         f"{recall.hits} of {recall.trials}, dense {dense.hits}; lost {lost}, won {won}, p = {recall.worse(dense):.3f}"
     )
-    report.checks.append(Check(f"{task}: recall is not clearly worse than dense", recall.worse(dense) > LEVEL, detail))
+    seen = f"{recall.hidden_pages} pages hidden, {recall.pages_selected:,} selected"
+    report.checks += [
+        Check(f"instrument, {recall.label}", recall.hidden_pages > 0 < recall.pages_selected, seen),
+        Check(f"{task}: recall is not clearly worse than dense", recall.worse(dense) > LEVEL, detail),
+    ]
     return True
