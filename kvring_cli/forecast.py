@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 
@@ -97,7 +98,27 @@ def scaled(row: DeviceProfile, card: CardFacts) -> dict[str, Bands]:
             return flops
         return link if kind.startswith(_BY_LINK) else memory
 
-    return {kind: tuple((size, rate * ratio(kind)) for size, rate in bands) for kind, bands in row.rates.items()}
+    return {kind: slower(bands, ratio(kind)) for kind, bands in row.rates.items()}
+
+
+def slower(bands: Bands, ratio: float) -> Bands:
+    """Rates of a card that is `ratio` times as fast: what each call costs, however little it does, stays as it is.
+
+    That is where the line through the two smallest sizes begins.
+    """
+    times = [size / rate for size, rate in bands]
+    points = [
+        (size, min(times[n:])) for n, (size, _) in enumerate(bands)
+    ]  # more work takes no less time: that was noise
+    (least, before), second = points[0], points[min(1, len(points) - 1)]
+    slope = max(0.0, (second[1] - before) / (second[0] - least)) if len(points) > 1 else before / least
+    time = max(0.0, before - slope * least)
+    time += (before - time) / ratio
+    found = [(least, least / time)]
+    for (_, before), (size, after) in pairwise(points):
+        time += max(0.0, after - before) / ratio
+        found.append((size, size / time))
+    return tuple(found)
 
 
 def work_of(

@@ -248,9 +248,11 @@ def test_a_card_that_nobody_measured_is_scaled_by_datasheets_and_says_so(monkeyp
     card = find_card("3060-12gb")
     scaled, origin = forecasts.rates_of_card(card)
     assert "nobody ran" in origin and "that day" in origin and "nvidia-h200-sm90" in origin
-    assert scaled["layer/bfloat16"][0][1] == pytest.approx(1e9 * 25.5 / 989)
-    assert scaled["row/bfloat16"][0][1] == pytest.approx(1e9 * 360 / 4800)
+    assert scaled["turn/bfloat16"][0][1] == pytest.approx(1e8 * 360 / 4800)
     assert scaled["h2d_pinned"][0][1] == pytest.approx(5e10 / 2, rel=0.01), "PCIe 4 x16 beside PCIe 5 x16"
+    (small, large), before = (seconds(scaled["layer/bfloat16"], n * 10**6) for n in (1, 10)), RATES["layer/float32"]
+    grown = seconds(before, 10**7) - seconds(before, 10**6)
+    assert large - small == pytest.approx(grown * 989 / 25.5, rel=1e-3)
     _, _, found = plan_for("qwen3-4b", "12gb", None, 4.5, flags={}, environ={})
     assert found.prediction is None and "no rate 'unpack/4.5 bits'" in found.origin, "not measured packed"
     products = {f"{what}/{kind}": ((1, 1e10),) for what in ("product", "unpack") for kind in ("bfloat16", "q4_k")}
@@ -258,6 +260,16 @@ def test_a_card_that_nobody_measured_is_scaled_by_datasheets_and_says_so(monkeyp
     _, _, found = plan_for("qwen3-4b", "12gb", None, 4.5, flags={}, environ={})
     assert found.prediction and found.prediction.decode_rate > 0
     assert "weights in 4.5 bits are taken at the rate measured in q4_k" in found.origin
+
+
+@given(st.floats(0, 1e-4), st.floats(1e9, 1e13), st.floats(0.01, 1), st.integers(1, 4))
+def test_a_slower_card_takes_no_longer_to_launch(launch, rate, ratio, count):
+    """Where a call takes a launch and so much a byte, only the bytes take longer; of one size nobody can tell."""
+    sizes = [10**6 * 4**n for n in range(count)]
+    scaled = forecasts.slower(tuple((size, size / (launch + size / rate)) for size in sizes), ratio)
+    for size in sizes:
+        fixed = launch if count > 1 else launch / ratio
+        assert seconds(scaled, size) == pytest.approx(fixed + size / rate / ratio, rel=1e-6)
 
 
 def test_without_a_measured_card_there_are_no_times(monkeypatch):
