@@ -10,6 +10,9 @@ from dataclasses import dataclass
 PAGE = 64
 """Tokens a page: `gather` runs near the copy engine's rate from 64 tokens on, and a fact fits in one or two."""
 
+SLACK = 8
+"""Pages of an automatic pool beside its window and a chunk."""
+
 MODES = ("exact", "recall", "window")
 KV_DTYPES = ("auto", "bf16", "fp16", "fp32", "fp8", "int8", "k8v4", "int4")
 KV_EXPERIMENTAL = ("fp8", "int4")

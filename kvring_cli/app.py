@@ -82,14 +82,34 @@ def call(arguments: list[str]) -> int:
         return _bad_usage(error)
     except BrokenPipeError:
         raise
-    except OSError as error:  # a full disk behind stdout or --output
-        console.report(KVRingError(f"writing failed: {error.strerror or error}", "check where the output goes"))
+    except (ImportError, OSError) as error:
+        console.report(_not_imported(error) if _importing(error) else _not_written(error))
         return 1
     except KeyboardInterrupt:
         result = INTERRUPTED
     if result == INTERRUPTED:
         console.say("interrupted")
     return result if isinstance(result, int) else 0
+
+
+def _importing(error: BaseException) -> bool:
+    """Whether a module raised it while it was imported: a package that is missing, or a library of one (an OSError)."""
+    import traceback
+
+    below = traceback.extract_tb(error.__traceback__)
+    return isinstance(error, ImportError) or any(frame.name == "<module>" for frame in below)
+
+
+def _not_imported(error: BaseException) -> KVRingError:
+    what = f"a package is missing or broken: {' '.join(str(error).split())}"
+    return KVRingError(
+        what, "kvring doctor says which, and how to mend it; kvring doctor --install checks kvring's own"
+    )
+
+
+def _not_written(error: BaseException) -> KVRingError:
+    """A full disk behind stdout or --output."""
+    return KVRingError(f"writing failed: {getattr(error, 'strerror', None) or error}", "check where the output goes")
 
 
 def _bad_usage(error: Any) -> int:

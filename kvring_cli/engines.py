@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from engine.config import PAGE
-from engine.kv.budget import SLACK
+from engine.config import PAGE, SLACK
 from engine.platform import Facts, Gpu
 from engine.platform.facts import parse_capability
 from engine.platform.nvidia import NO_DRIVER
@@ -76,9 +75,11 @@ def pick_engine(facts: Facts, environ: Mapping[str, str], *, triton_kernels: boo
 
 
 def has_triton_kernels() -> bool:
-    """Whether the engine of this build runs on kernels of its own."""
-    from engine.backend import FACTORIES
-
+    """Whether the engine of this build runs on kernels of its own; where torch is broken that is what will be said."""
+    try:
+        from engine.backend import FACTORIES
+    except (ImportError, OSError):
+        return True
     return bool(FACTORIES)
 
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -59,6 +63,34 @@ def test_torch_without_cuda_beside_a_card_fails_with_the_line_that_mends_it():
     assert "--index-url https://download.pytorch.org/whl/cu128" in torch.fix
     assert named("pinned memory", found).status == "unknown", "what could not be tried is not ok"
     assert exit_code(found) == 1
+
+
+@pytest.mark.parametrize(
+    ("raised", "words"),
+    [
+        ("ModuleNotFoundError(\"No module named 'torch'\", name='torch')", "No module named 'torch'"),
+        ("OSError('[WinError 126] The specified module could not be found. Error loading fbgemm.dll')", "WinError 126"),
+    ],
+)
+def test_without_a_torch_that_loads_doctor_still_says_so_and_every_command_points_to_it(tmp_path, raised, words):
+    """The first thing that goes wrong on Windows, and what doctor is for."""
+    (tmp_path / "torch.py").write_text(f"raise {raised}\n")
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parent.parent)])
+    lines = (["doctor", "--model", "phantom"], ["pick-engine"], ["run", "phantom", "Hello"], ["serve", "phantom"])
+    code = f"from kvring_cli.app import call\nfor line in {lines!r}: print('#', call(line), flush=True)"
+    environ = {**os.environ, "PYTHONPATH": path, "PYTHONUTF8": "1", "KVRING_RECORD": "0"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, encoding="utf-8", env=environ)
+    said = done.stdout + done.stderr
+    assert re.findall(r"^# (\d+)$", done.stdout, re.M) == ["1", "4", "1", "1"], said
+    assert re.search(rf"^fail +torch .*can't be imported: .*{words}", done.stdout, re.M), said
+    assert re.search(r"^unknown +model ", done.stdout, re.M) and re.search(r"^ok +ram ", done.stdout, re.M), said
+    assert "Traceback" not in said and "kvring doctor says which" in done.stderr
+
+
+def test_a_torch_that_windows_cannot_load_is_mended_by_its_runtime():
+    trouble = "OSError: [WinError 126] The specified module could not be found. Error loading c10.dll"
+    found = named("torch", checks(windows_pc(torch=TorchBuild("2.8.0+cu128", trouble=trouble))))
+    assert found.status == "fail" and "vc_redist.x64.exe" in found.fix and "--index-url" in found.fix
 
 
 @pytest.mark.parametrize(

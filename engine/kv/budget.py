@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.config import PAGE, EngineConfig
+from engine.config import PAGE, SLACK, EngineConfig
 from engine.errors import ConfigError
 from engine.kv.page import KVShape, page_count
 from engine.units import GIB, format_bytes
 
 WORKING = 4
 """Pages beyond the window: room to bring pages in before others go."""
-SLACK = 8
 DEFAULT_WINDOW = 16384
 RAM_HEADROOM = GIB
 """Host memory that is left alone: a recipe that left 0.5 GB free killed machines."""

@@ -142,8 +142,8 @@ def _tails(capacity: Capacity) -> list[str]:
 
 
 def _pool_arithmetic(config: EngineConfig, pages: int) -> str:
-    from engine.config import PAGE
-    from engine.kv.budget import DEFAULT_WINDOW, SLACK
+    from engine.config import PAGE, SLACK
+    from engine.kv.budget import DEFAULT_WINDOW
 
     if config.kv_capacity is not None:
         return "as asked"

@@ -13,14 +13,17 @@ from kvring_cli.install import Finding
 
 
 def check(name: str, facts: Facts, environ: Mapping[str, str], flags: Mapping[str, Any]) -> Iterator[Finding]:
-    from kvring_cli import models
-    from kvring_cli.commands.inspect import describe
-
     try:
+        from kvring_cli import models
+        from kvring_cli.commands.inspect import describe
+
         path = Path(models.resolve(name))
         report = describe(path)
     except KVRingError as error:
         yield Finding("model", "fail", error.message, error.fix)
+        return
+    except (ImportError, OSError) as error:
+        yield Finding("model", "unknown", f"it could not be read: {type(error).__name__}: {error}", "see `torch`")
         return
     size = format_bytes(report["weight_bytes"])
     yield Finding("model", "ok", f"{path}: {report['container']}, {report['architecture']}, {size}, complete")

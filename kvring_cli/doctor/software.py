@@ -19,6 +19,9 @@ KNOWN_PAIRS = {"2.6": "3.2", "2.7": "3.3", "2.8": "3.4", "2.9": "3.5"}
 """torch and the triton that it was released with, where torch itself doesn't say (triton-windows)."""
 PYTHONS = ((3, 10), (3, 13))
 _DRIVERS = "nvidia.com/drivers"
+_NO_LIBRARY = ("WinError 126", "WinError 127", "DLL load failed")
+_REDISTRIBUTABLE = "install Microsoft's Visual C++ Redistributable: https://aka.ms/vs/17/release/vc_redist.x64.exe"
+"""Without it none of torch's libraries load on Windows, and torch names one of its own as missing."""
 
 
 def check(facts: Facts) -> Iterator[Finding]:
@@ -42,7 +45,9 @@ def _torch(facts: Facts) -> Finding:
     if torch.version is None:
         return Finding("torch", "fail", "torch is not installed", install)
     if torch.trouble:
-        return Finding("torch", "fail", f"{torch.version} can't be imported: {torch.trouble}", install)
+        library = facts.system == "windows" and any(sign in torch.trouble for sign in _NO_LIBRARY)
+        fix = f"{_REDISTRIBUTABLE}; if that is not it, {install}" if library else install
+        return Finding("torch", "fail", f"{torch.version} can't be imported: {torch.trouble}", fix)
     if not facts.gpus:
         return Finding("torch", "ok", f"{torch.version}, CUDA {torch.cuda or 'none'}; no card needs it")
     if torch.cuda is None:
