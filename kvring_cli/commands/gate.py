@@ -31,7 +31,10 @@ def gate(
         list[str] | None, typer.Argument(metavar="NAME...", help="Gates to run, or all; --list names them.")
     ] = None,
     *,
-    model: Annotated[str, typer.Option("--model", "-m", help="The model that is asked.")] = "phantom",
+    model: Annotated[
+        str,
+        typer.Option("--model", "-m", help="The model that is asked; for agreement with a server, the one it serves."),
+    ] = "phantom",
     quick: Annotated[bool, typer.Option("--quick", help="Fewer trials, for CI.")] = False,
     seeds: Annotated[int, typer.Option("--seeds", min=1, max=1000, help="Documents a task.")] = 1,
     length: Annotated[
