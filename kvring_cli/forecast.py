@@ -39,6 +39,8 @@ def forecast(plan: Plan, config: EngineConfig, rates: Mapping[str, Bands], origi
         return Forecast(None, "it does not fit")
     if not rates:
         return Forecast(None, origin)
+    if plan.shape.sliding_layers and plan.place.device is not None:
+        return Forecast(None, "torch computes layers that slide on a card, and its rates there are not measured")
     seen = capacity.pool_pages - capacity.window.free if capacity.ring else capacity.pool_pages
     measured = [kind.removeprefix("product/") for kind in rates if kind.startswith("product/")]
     work, note = work_of(plan.shape, plan.place, plan.weight_bits, config.weights, measured)
@@ -53,7 +55,9 @@ def forecast(plan: Plan, config: EngineConfig, rates: Mapping[str, Bands], origi
         )
     except ConfigError as error:
         return Forecast(None, f"{error.message} ({error.fix})")
-    return Forecast(found, f"{origin}; {note}" if note else origin)
+    plain = capacity.kv in ("bf16", "fp16", "fp32")
+    codes = "" if plain else f"pages in {capacity.kv} are taken to be read as fast as those of {work.dtype}"
+    return Forecast(found, "; ".join(filter(None, (origin, note, codes))))
 
 
 def rates_here(facts: Facts, environ: Mapping[str, str], *, cpu: bool) -> tuple[Mapping[str, Bands], str]:

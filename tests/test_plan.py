@@ -260,6 +260,10 @@ def test_a_card_that_nobody_measured_is_scaled_by_datasheets_and_says_so(monkeyp
     _, _, found = plan_for("qwen3-4b", "12gb", None, 4.5, flags={}, environ={})
     assert found.prediction and found.prediction.decode_rate > 0
     assert "weights in 4.5 bits are taken at the rate measured in q4_k" in found.origin
+    _, _, coded = plan_for("qwen3-4b", "12gb", None, 4.5, flags={"kv_dtype": "k8v4"}, environ={})
+    assert coded.prediction and "pages in k8v4" in coded.origin and "pages in" not in found.origin
+    _, _, sliding = plan_for("gemma-3-4b", "12gb", None, 4.5, flags={}, environ={})
+    assert sliding.prediction is None and "slide" in sliding.origin
 
 
 @given(st.floats(0, 1e-4), st.floats(1e9, 1e13), st.floats(0.01, 1), st.integers(1, 4))
