@@ -7,6 +7,7 @@ looked up byte by byte. Layout of codes: ops/packed.py.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -117,6 +118,7 @@ def _exact(value: float, mantissa: int) -> bool:
     return math.frexp(value)[0] * 2 ** (mantissa + 1) % 1 == 0
 
 
+@functools.cache
 def constants(kind: QuantType, dtype: torch.dtype) -> dict[str, object]:
     """What kernels are compiled with: how codes of a type become numbers of x's dtype, and what that adds to them."""
     mantissa = _MANTISSA[dtype]
