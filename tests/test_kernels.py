@@ -8,6 +8,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 CUDA = torch.cuda.is_available()
 pytest.importorskip("triton", reason="triton has no wheel here")
@@ -125,6 +127,14 @@ def test_paged_attention_is_the_reference(dim, heads, kv_heads, tokens, first, p
         torch.testing.assert_close(out, scene.reference(seen, compact), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     met = sum(page in cold for page in range(past)) + sum(page in cold for page in window)
     assert int(counters[g.STREAMED]) == met
+
+
+@given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 300), st.integers(1, 600))
+def test_partial_sums_have_room_for_every_number_of_tokens(kv_heads, group, most, units):
+    """Eight tokens of groups of five wrote beyond buffers that were large enough for 1 and for 256."""
+    attention = PagedAttention(kv_heads * group, kv_heads, 2, most, torch.device("cpu"), units)
+    for tokens in range(1, most + 1):
+        assert attention._splits(tokens) * tokens * kv_heads * group <= attention._lse.numel()
 
 
 @pytest.mark.parametrize(

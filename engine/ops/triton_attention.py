@@ -188,7 +188,7 @@ class PagedAttention:
     def __init__(self, heads: int, kv_heads: int, dim: int, tokens: int, device: torch.device, units: int) -> None:
         """`units`: programs that fill the device, twice its multiprocessors, say."""
         self.heads, self.kv_heads, self.dim, self.units = heads, kv_heads, dim, units
-        self._most = max(self._splits(count) * count for count in (1, tokens))
+        self._most = max(self._splits(count) * count for count in range(1, tokens + 1))
         self._partial = torch.empty(self._most * heads * dim, dtype=torch.float32, device=device)
         self._lse = torch.empty(self._most * heads, dtype=torch.float32, device=device)
 
