@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.config import EngineConfig
-from engine.device_profile import DeviceProfile
+from engine.device_profile import DeviceProfile, built_in
 from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.model.load import load_model
@@ -329,3 +329,17 @@ def test_this_machines_card_is_planned_for_in_bfloat16():
     assert place.dtype is torch.bfloat16 and place.device == int(141 * GIB * 0.9)
     assert here(linux_server(), EngineConfig(model="", device="cpu", dtype="float16")).dtype is torch.float16
     assert here(linux_server(), EngineConfig(model="", device="cpu")).device is None
+
+
+@pytest.mark.parametrize(
+    ("context", "chunk", "prefill", "decode", "second"),
+    [(32_768, 4096, 24_543, 149.1, 0.0598), (131_072, 8192, 9962, 121.8, None)],
+)
+def test_the_h200s_row_predicts_what_was_measured_there(context, chunk, prefill, decode, second):
+    """`kvring bench rates -m random:qwen3-8b --kv-capacity 17920`, by the run that wrote the row and an earlier one."""
+    row = next(row for row in built_in() if row.hardware_class == "nvidia-h200-sm90")
+    work = Work.of(PUBLISHED["qwen3-8b"], torch.bfloat16, four_bit=False)
+    told = predict(work, row.rates, context=context, pool=17_920, window=17_664, chunk=chunk)
+    assert told.prefill_rate == pytest.approx(prefill, rel=0.2)
+    assert told.decode_rate == pytest.approx(decode, rel=0.2)
+    assert second is None or told.second_turn_seconds == pytest.approx(second, rel=0.2)
