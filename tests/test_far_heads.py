@@ -9,13 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from engine.config import PAGE
+from engine.config import PAGE, EngineConfig
 from engine.errors import ConfigError
 from engine.kv.page import KVShape
 from engine.ops.rope import RopeConfig, Rotary
 from engine.recall.digest import Digests, digest_token_bytes
 from engine.recall.far_heads import FAR, FarHeads, far_heads, looks_file, write_looks
 from engine.recall.score import token_scores
+from gates.context import Context
+from gates.far_heads import measure
+from gates.options import GateOptions
+from kvring_cli.app import call
 
 SHARES = arrays(np.float64, st.tuples(st.integers(1, 6), st.integers(1, 8)), elements=st.floats(0, 1))
 
@@ -76,3 +80,13 @@ def test_far_groups_score_as_they_do_among_all(packed):
         )
     for layer, heads in enumerate(far.by_layer):
         assert torch.equal(scores[0][layer], scores[1][layer][list(heads)])
+
+
+def test_groups_that_find_facts_are_measured_to_look_far(phantom):
+    looks = measure(Context(EngineConfig(model=""), phantom, GateOptions(), lambda *_: None), 3000)
+    assert looks.shape == (4, 2) and looks.max() > 0.9 and (looks > 0).all()
+
+
+def test_random_weights_are_not_measured(capsys):
+    assert call(["heads", "-m", "random:tiny"]) == 1
+    assert "random weights look nowhere" in capsys.readouterr().err
