@@ -17,8 +17,12 @@ from engine.errors import ConfigError
 from engine.files import write_whole
 
 SCHEMA = "kvring.far-heads/1"
-FAR = 0.2
-"""A group looks far if one page beyond sink and recent ones gets this share of its attention to closed pages."""
+FAR = 0.3
+"""A group looks far if one page beyond sink and recent ones gets this share of its attention to closed pages.
+
+On SmolLM2-135M (5,000 tokens through a pool of 2,048, six questions, `Engine.coverage`) recall's window holds 83.1 % of
+the exact step's attention with all 90 groups scored, 82.7 with the 60 that look farthest, 82.5 with 39; 46 look so far.
+"""
 
 
 @dataclass(frozen=True)
