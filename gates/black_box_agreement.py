@@ -23,7 +23,9 @@ from gates.remote import Reply, Server
 from gates.verdict import Arm, Check, Report
 
 WHOLE = "server"
-TIE = 0.5  # nats
+TIE = 1.0
+"""Nats. llama.cpp, which rounds activations to 8 bits, came to 0.37 on SmolLM2's Q4_1; a made-up value to 2.6, the
+phantom's to 13 and more."""
 SAME_PROMPT = 8  # tokens by which two counts of one prompt may differ: what a server puts before it
 ALIKE = 0.25  # of a control's answers, at most
 
@@ -99,10 +101,7 @@ def run(server: Server, context: Context) -> Report:
     if faults := [f"{arm.label}: {arm.note}" for arm in report.arms if arm.note]:
         report.verdict, report.reasons = "INCONCLUSIVE", faults
     elif report.verdict == "PASS" and not controls:
-        report.verdict, report.reasons = (
-            "WEAK MODEL",
-            ["no control: see the notes"],
-        )
+        report.verdict, report.reasons = "WEAK MODEL", ["no control: see the notes"]
     return report
 
 

@@ -48,6 +48,7 @@ class Server:
         self._base = base if base.endswith("/v1") else f"{base}/v1"
         self._timeout = timeout
         self._greedy: dict[str, Any] = {"temperature": 0, **UNPENALISED}
+        self._answered = False
         listed = self._models()
         names = [str(entry.get("id")) for entry in listed]
         self.model = model or (names[0] if names else "")
@@ -59,11 +60,14 @@ class Server:
     def ask(self, messages: Sequence[Message], max_tokens: int, **more: Any) -> Reply:
         """Greedy. Whatever goes wrong is a Reply with a fault."""
         reply = self._ask(messages, max_tokens, more)
-        if reply.fault.startswith("OSError: HTTP 4") and UNPENALISED.items() <= self._greedy.items():
+        if reply.fault.startswith("OSError: HTTP 4") and not self._answered:
             self._greedy = {"temperature": 0}
-            reply = self._ask(messages, max_tokens, more)
-            if reply.fault:
-                self._greedy.update(UNPENALISED)  # it was something else
+            again = self._ask(messages, max_tokens, more)
+            if again.fault:  # it was something else
+                self._greedy |= UNPENALISED
+            else:
+                reply = again
+        self._answered |= not reply.fault
         return reply
 
     def _ask(self, messages: Sequence[Message], max_tokens: int, more: dict[str, Any]) -> Reply:

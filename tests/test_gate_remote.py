@@ -37,6 +37,9 @@ class Fake(BaseHTTPRequestHandler):
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         text = "\n".join(message["content"] for message in body["messages"])
+        if self.fault == "strict" and "repeat_penalty" in body:
+            return self._send({"error": "unknown field repeat_penalty"}, 422)
+        assert self.fault == "strict" or body.get("stream") or body["repeat_penalty"] == 1, "not greedy"
         if self.fault == "error" and len(text) > 6_000:
             return self._send({"error": "too long"}, 400)
         if self.fault == "cuts":
@@ -181,6 +184,10 @@ def test_agreement_refuses_to_compare_another_model(fake, local):
     assert not next(check for check in report.checks if "same model" in check.name).ok
     with pytest.raises(ConfigError, match="compares the server with this engine"):
         ask(fake(), "agreement")
+
+
+def test_a_server_that_minds_a_field_it_does_not_know_is_asked_without(fake):
+    assert ask(fake("strict"), length=4_000).verdict == "PASS"
 
 
 def test_a_conversation_that_the_server_has_read_before_is_not_taken_for_a_cold_one(fake):
