@@ -211,11 +211,11 @@ def test_our_own_server_passes_and_its_recall_can_be_switched_off(phantom, local
         report = ask(server, length=LENGTH)
         turns = [ask(server, gate, length=LENGTH) for gate in ("reuse", "resend")]
         agreed = run("agreement", server, local.options, local.say, "prose", local)
-        suite = ask(server, "suite", length=LENGTH, tasks=("keyed", "frequent"))
+        suite = ask(server, "suite", length=LENGTH, tasks=("keyed", "multi-value"))
     assert agreed.verdict == "PASS", agreed.reasons
     assert {arm.name for arm in agreed.arms} == {"server", "facts left out", "recall off"}
     assert suite.verdict == "PASS", suite.reasons
-    assert any(note.startswith("frequent: not counted") for note in suite.notes)
+    assert any(note.startswith("multi-value: not counted") for note in suite.notes)
     assert {arm.name for arm in suite.arms} == {"exact", "long document", "another document", "recall off"}
     assert report.verdict == "PASS", report.reasons
     assert [turn.verdict for turn in turns] == ["PASS", "PASS"], [turn.reasons for turn in turns]
