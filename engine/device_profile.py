@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib import resources
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
-from engine.files import write_whole
+from engine.files import check_folder, write_whole
 from engine.routes import Bands
 
 VERSION = 1
@@ -110,12 +109,7 @@ def check_kept(path: Path) -> None:
     text = _text(path, [])
     if text is not None and f"schema: {SCHEMA}\n" not in text and "kvring.device-profiles/" in text:
         raise ConfigError(f"{path} is another kvring's", f"{SWITCH}=another file")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        raise ConfigError(f"{path.parent} can't be written: {error.strerror or error}", f"{SWITCH}=a folder") from None
+    check_folder(path.parent, f"{SWITCH}=a folder")
 
 
 def save(profile: DeviceProfile, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A file that is written whole or not at all, whenever the process ends."""
+"""Files written whole or not at all, whenever the process ends; folders that are tried before the work."""
 
 from __future__ import annotations
 
@@ -6,6 +6,18 @@ import contextlib
 import os
 import tempfile
 from pathlib import Path
+
+from engine.errors import ConfigError
+
+
+def check_folder(folder: Path, fix: str) -> None:
+    """ConfigError with this fix where no file can be made in `folder`, which is made if it is not there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{folder} can't be written: {error.strerror or error}", fix) from None
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 ORDER = [
-    ("engine.errors", "engine.files", "engine.units"),
+    ("engine.errors", "engine.units"),
+    ("engine.files",),
     ("engine.config", "engine.conflicts", "engine.switches", "engine.limits", "engine.kernel_cache", "engine.pauses"),
     ("engine.platform", "engine.routes", "engine.device_profile"),
     ("engine.weights", "engine.text"),

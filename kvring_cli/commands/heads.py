@@ -23,7 +23,8 @@ def heads(
 ) -> None:
     """Measure which head groups look far; later starts keep key codes of those alone. Minutes, once per model."""
     from engine.errors import ConfigError
-    from engine.recall.far_heads import FAR, FarHeads, write_looks
+    from engine.files import check_folder
+    from engine.recall.far_heads import FAR, FarHeads, looks_file, write_looks
     from gates.context import load_context
     from gates.far_heads import measure, origin
     from gates.options import GateOptions
@@ -34,6 +35,8 @@ def heads(
         raise ConfigError("random weights look nowhere", "a real model; --far-heads 50 takes half of a random one's")
     with GateProgress("heads") as progress:
         context = load_context(config, GateOptions(), progress)
+        if not dry_run:
+            check_folder(looks_file(context.model.digest).parent, "--dry-run, or a cache folder that can be written")
         looks = measure(context, tokens)
     path = None if dry_run else write_looks(looks, context.model.digest, origin(context, tokens))
     far = FarHeads.above(looks, FAR, "measured now")
