@@ -30,7 +30,7 @@ from engine.device import (
     set_threads,
 )
 from engine.errors import ConfigError, EngineError, RequestError
-from engine.kv.budget import plan_capacity
+from engine.kv.budget import activation_bytes, plan_capacity
 from engine.kv.choose import choose_kv
 from engine.kv.host import HostStore
 from engine.kv.page import KVShape
@@ -95,6 +95,7 @@ class Engine:
             model.config.window,
             transformer.dtype,
         )
+        sizes = (model.config.hidden, model.config.ffn, model.config.heads, model.config.head_dim)
         plan = functools.partial(
             plan_capacity,
             config,
@@ -102,6 +103,7 @@ class Engine:
             memory=free_memory(device, platform),
             weight_bytes=transformer.weight_bytes,
             digest_token_bytes=digest_token_bytes(kind, core, device.type, far) if kind else 0,
+            token_bytes=activation_bytes(*sizes, transformer.dtype.itemsize) if device.type == "cuda" else 0,
             staging_pages=STAGED_PAGES if device.type == "cuda" else SEGMENT,
             **plan_tails(tail, config, model.config.trained_context),
         )

@@ -12,7 +12,7 @@ import torch
 from engine.config import PAGE, EngineConfig
 from engine.device import DEVICE_SHARE, resolve_dtype
 from engine.errors import ConfigError, KVRingError
-from engine.kv.budget import RAM_HEADROOM, Capacity, Memory, plan_capacity
+from engine.kv.budget import RAM_HEADROOM, Capacity, Memory, activation_bytes, plan_capacity
 from engine.kv.choose import choose_kv
 from engine.kv.dtype import KV, named
 from engine.kv.page import KVShape, page_count
@@ -145,6 +145,8 @@ def make_plan(shape: Shape, place: Place, config: EngineConfig, *, weight_bits: 
     loaded = shape.held_bits("cpu" if place.device is None else "cuda", place.dtype, config.weights)
     bits = float(loaded if weight_bits is None else weight_bits)
     weights = int(shape.parameters * bits / 8)
+    sizes = (shape.hidden, shape.ffn, shape.heads, shape.head_dim)
+    activations = 0 if place.device is None else activation_bytes(*sizes, place.dtype.itemsize)
 
     def capacity(settings: EngineConfig) -> Capacity:
         kind = KIND_OF.get(settings.scorer)
@@ -161,6 +163,7 @@ def make_plan(shape: Shape, place: Place, config: EngineConfig, *, weight_bits: 
             memory=memory,
             weight_bytes=weights,
             digest_token_bytes=digest_token_bytes(kind, core, device, far) if kind else 0,
+            token_bytes=activations,
             staging_pages=SEGMENT if place.device is None else STAGED_PAGES,
             **plan_tails(tail, settings, shape.trained_context),
         )

@@ -124,7 +124,8 @@ def _lines(made: Plan, config: EngineConfig) -> list[str]:
     return [
         *lines,
         f"pool      {how} = {pages:,} pages = {pages * PAGE:,} tokens = {format_bytes(capacity.pool_bytes)}",
-        f"digests   {format_bytes(capacity.digest_bytes)}; staging {format_bytes(capacity.staging_bytes)}",
+        f"digests   {format_bytes(capacity.digest_bytes)}; staging {format_bytes(capacity.staging_bytes)}"
+        + (f"; a step of prefill {format_bytes(capacity.workspace_bytes)}" if capacity.workspace_bytes else ""),
         *(_tails(capacity) if shape.sliding_layers else ()),
         f"device    {format_bytes(total)}" + (f" of {format_bytes(place.device)}" if place.device is not None else ""),
         f"host      {capacity.host_pages:,} pages = {format_bytes(capacity.host_bytes)} of {format_bytes(place.ram)}",

@@ -112,7 +112,7 @@ def ready_lines(engine: Engine, seconds: float) -> list[str]:
     """From `device profile` to `reuse`, in the order in which tools look for them."""
     capacity, window, config = engine.capacity, engine.capacity.window, engine.config
     total = window.sink + window.selection + window.recent + window.free
-    runtime = capacity.pool_bytes + capacity.digest_bytes + capacity.staging_bytes
+    runtime = capacity.pool_bytes + capacity.digest_bytes + capacity.staging_bytes + capacity.workspace_bytes
     return [
         _profile(engine),
         _backend(engine),
