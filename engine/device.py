@@ -94,6 +94,12 @@ def free_memory(device: torch.device, platform: Platform) -> Memory:
     return Memory(ram, max(0, min(int(free * DEVICE_SHARE), free - (card.desktop_bytes if card else 0))))
 
 
+def use_device(device: torch.device) -> None:
+    """Make a card that was asked for by its number this thread's own: kernels launch there, wherever their data are."""
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
+
+
 def limit_memory(device: torch.device, limit: int | None) -> None:
     """Let torch allocate no more than `limit` bytes of this card in this process; None: as much as there is.
 

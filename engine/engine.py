@@ -28,6 +28,7 @@ from engine.device import (
     resolve_device,
     resolve_dtype,
     set_threads,
+    use_device,
 )
 from engine.errors import ConfigError, EngineError, RequestError
 from engine.kv.budget import activation_bytes, plan_capacity
@@ -77,6 +78,7 @@ class Engine:
         self.model = model
         platform = platform or this_platform()
         transformer, device = model.transformer, model.transformer.device
+        use_device(device)
         core = KVShape(len(model.config.paged), model.config.kv_heads, model.config.head_dim, transformer.dtype)
         kind = KIND_OF.get(config.scorer)
         self.far_heads = far = far_heads(
@@ -229,7 +231,7 @@ class Engine:
     def admit(self, prepared: Prepared) -> Session:
         """Take a request in: it resumes from its checkpoint, and `step` serves it from now on."""
         with self._turn:
-            self._open_or_raise()
+            self._enter()
             if prepared.used:
                 raise RequestError("this prepared prompt was used already", "prepare it again")
             prepared.used = True
@@ -243,7 +245,7 @@ class Engine:
         Events and errors go to each session's outbox; one session's error ends that session only.
         """
         with self._turn:
-            self._open_or_raise()
+            self._enter()
             return self._turns.step()
 
     def cancel(self, session: Session) -> None:
@@ -292,7 +294,7 @@ class Engine:
         settings = _prepare.prepare(self.model, self.config, self.capacity, "a", params, recall or RecallParams())
         settings.tokens, settings.query = list(tokens), (len(tokens), len(tokens))
         with self._turn:
-            self._open_or_raise()
+            self._enter()
             session = Session(self._runner, settings, self.model.tokenizer)
             self._turns.active.append(session)
             try:
@@ -422,6 +424,8 @@ class Engine:
                     if part is not None:
                         part.close()
 
-    def _open_or_raise(self) -> None:
+    def _enter(self) -> None:
+        """Each way in: refuse if the engine is closed, and be on its card, whichever thread this is."""
         if self._closed:
             raise EngineError("the engine is closed", "load it again")
+        use_device(self.model.transformer.device)
