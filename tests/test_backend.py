@@ -78,7 +78,7 @@ def test_one_that_does_not_apply_is_no_failure(phantom):
 
 def test_every_step_of_the_start_is_logged(served):
     _, steps = served()
-    assert [step.split()[0] for step in steps] == ["device", "kv", "host", "pool", "backend"]
+    assert [step.split()[0] for step in steps] == ["device", "kv", "host", "pool", "key", "backend"]
 
 
 @pytest.mark.parametrize("strict", [True, False])
@@ -97,7 +97,7 @@ def test_health_and_metrics_say_it_and_strict_refuses(monkeypatch, capsys, stric
     def run(self, sockets=None):
         import time
 
-        client = TestClient(self.config.app)
+        client = TestClient(self.config.app, base_url="http://127.0.0.1")
         for _ in range(200):
             health = client.get("/health")
             if health.json()["status"] != "loading":

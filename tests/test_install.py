@@ -61,7 +61,10 @@ def judge(packages: Path):
 def test_a_wheel_names_itself_by_its_bytes_wherever_it_is_installed(python, packages):
     def origin(interpreter):
         code = "from kvring_cli.version import origin; print(origin())"
-        return subprocess.run([interpreter, "-c", code], capture_output=True, text=True, cwd="/", check=True).stdout
+        environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        return subprocess.run(
+            [interpreter, "-c", code], capture_output=True, text=True, cwd="/", env=environ, check=True
+        ).stdout
 
     copied = (
         packages.parents[2] / "bin" / python.name if os.name != "nt" else packages.parents[1] / "Scripts" / python.name
