@@ -84,12 +84,16 @@ def set_threads(threads: int | None, platform: Platform | None = None) -> None:
         torch.set_num_threads((platform or this_platform()).processors())
 
 
-def free_memory(device: torch.device, platform: Platform) -> Memory:
-    """Bytes that are free now; on a card with a desktop, what that needs is left out."""
+def free_memory(device: torch.device, platform: Platform, weights: int) -> Memory:
+    """Bytes that are free for this model: of RAM beside its weights, of a card with them.
+
+    weights: bytes that it takes there already. On a card with a desktop, what that needs is left out.
+    """
     ram = platform.memory().usable
     if device.type != "cuda":
         return Memory(ram)
-    free, _ = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch holds it for its own
+    free = torch.cuda.mem_get_info(device)[0] + unused + weights
     card = card_of(device, platform)
     return Memory(ram, max(0, min(int(free * DEVICE_SHARE), free - (card.desktop_bytes if card else 0))))
 

@@ -102,7 +102,7 @@ class Engine:
             plan_capacity,
             config,
             trained_context=model.config.trained_context,
-            memory=free_memory(device, platform),
+            memory=free_memory(device, platform, transformer.weight_bytes),
             weight_bytes=transformer.weight_bytes,
             digest_token_bytes=digest_token_bytes(kind, core, device.type, far) if kind else 0,
             token_bytes=activation_bytes(*sizes, transformer.dtype.itemsize) if device.type == "cuda" else 0,

@@ -140,12 +140,12 @@ def _per_token(capacity: Capacity, device: torch.device) -> tuple[float, float]:
 def _room(config: EngineConfig, platform: Platform) -> tuple[int, int | None]:
     """Bytes of RAM and of the device that this process may hold in all."""
     device = resolve_device(config.device)
-    free = free_memory(device, platform)
+    free = free_memory(device, platform, 0)
     ram = _resident() + max(0, free.ram - RAM_HEADROOM)
     ram = min(ram, config.ram_limit_bytes or ram)
     if free.device is None:
         return ram, None
-    most = torch.cuda.memory_reserved(device) + free.device
+    most = torch.cuda.memory_allocated(device) + free.device
     return ram, min(most, config.device_limit_bytes or most)
 
 

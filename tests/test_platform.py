@@ -310,7 +310,13 @@ def test_an_engine_leaves_the_desktop_its_memory_and_pins_within_the_budget(monk
     roomy = Windows(Kernel32())
     monkeypatch.setattr(Kernel32, "free", 12 * GIB)
     monkeypatch.setattr(Kernel32, "left", 10 * GIB)
-    memory = device.free_memory(torch.device("cuda"), roomy)
+    memory = device.free_memory(torch.device("cuda"), roomy, 0)
     assert memory.device == usable and memory.ram == 10 * GIB, "the commit limit, not the free RAM"
+    held, unused = 4 * GIB, GIB // 2  # by the model's weights; by torch, which has no use for it
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free - held - unused, card.total))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: held + unused)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: held)
+    assert device.free_memory(torch.device("cuda"), roomy, held).device == usable, "weights are in the plan: not twice"
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, card.total))
     budget = device.pin_budget(torch.device("cuda"), roomy)
     assert budget == (min(free - GIB // 2, 8 * GIB) if card.driver_model == "WDDM" else 11 * GIB)
