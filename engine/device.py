@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from engine.config import PAGE, EngineConfig
 from engine.device_profile import Found, look_up, user_file
-from engine.errors import ConfigError
+from engine.errors import ConfigError, OutOfMemoryError
 from engine.kv.budget import Memory
 from engine.platform import Gpu, Platform, gather, this_platform
 from engine.platform.facts import slug
@@ -96,6 +98,26 @@ def free_memory(device: torch.device, platform: Platform, weights: int) -> Memor
     free = torch.cuda.mem_get_info(device)[0] + unused + weights
     card = card_of(device, platform)
     return Memory(ram, max(0, min(int(free * DEVICE_SHARE), free - (card.desktop_bytes if card else 0))))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Of the card, or of RAM."""
+    return isinstance(error, MemoryError | torch.cuda.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+@contextmanager
+def loading(model: str) -> Iterator[None]:
+    """Memory that runs out while a model is read, or room is made beside it, as an error with a fix."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemoryError(
+            f"memory ran out while {model} was loaded: {str(error).splitlines()[0] if str(error) else 'no detail'}",
+            f"kvring plan {model} says what fits; a file in fewer bits (GGUF; --weights q4_0 for a folder), a smaller "
+            "--kv-capacity, or --device cpu",
+        ) from error
 
 
 def use_device(device: torch.device) -> None:

@@ -24,6 +24,7 @@ from engine.device import (
     hiding_tokens,
     limit_memory,
     load_routes,
+    loading,
     pin_budget,
     resolve_device,
     resolve_dtype,
@@ -175,12 +176,13 @@ class Engine:
         platform = platform or this_platform()
         set_threads(config.threads, platform)
         limit_memory(device, config.device_limit_bytes)
-        if model is None:
-            began = time.perf_counter()
-            model = load_model(config.model, device, resolve_dtype(config.dtype, device, config.model), config.weights)
-            size = format_bytes(model.transformer.weight_bytes)
-            say(f"weights {size} of {model.name} read in {time.perf_counter() - began:.1f} s")
-        return cls(config, model, platform, backends=backends, say=say)
+        with loading(config.model):
+            if model is None:
+                began, dtype = time.perf_counter(), resolve_dtype(config.dtype, device, config.model)
+                model = load_model(config.model, device, dtype, config.weights)
+                size = format_bytes(model.transformer.weight_bytes)
+                say(f"weights {size} of {model.name} read in {time.perf_counter() - began:.1f} s")
+            return cls(config, model, platform, backends=backends, say=say)
 
     def _insist_on_pinned(self) -> None:
         """`--host-memory pinned` is a wish, not a preference: ConfigError if it can't be had whole."""

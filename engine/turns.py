@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.config import PAGE, EngineConfig
+from engine.device import is_out_of_memory
 from engine.errors import OutOfMemoryError
 from engine.kv.budget import WindowBudget
 from engine.kv.page import page_count
@@ -221,7 +222,7 @@ class Turns:
 def named(error: Exception) -> Exception:
     """Out of memory as an error with a fix; the request's pages are free by then. Anything else as it is."""
     text = str(error)
-    if isinstance(error, MemoryError | torch.cuda.OutOfMemoryError) or "can't allocate memory" in text:
+    if is_out_of_memory(error):
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         named = OutOfMemoryError(

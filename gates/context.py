@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from engine.config import PAGE, EngineConfig
-from engine.device import limit_memory, resolve_device, resolve_dtype, set_threads
+from engine.device import limit_memory, loading, resolve_device, resolve_dtype, set_threads
 from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.model.load import LoadedModel, load_model
@@ -126,5 +126,6 @@ def load_context(config: EngineConfig, options: GateOptions, say: Say) -> Contex
     device = resolve_device(config.device)
     set_threads(config.threads)
     limit_memory(device, config.device_limit_bytes)
-    model = load_model(config.model, device, resolve_dtype(config.dtype, device, config.model), config.weights)
+    with loading(config.model):
+        model = load_model(config.model, device, resolve_dtype(config.dtype, device, config.model), config.weights)
     return Context(config, with_template(model), options, say)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engine.config import EngineConfig, RecallParams, SamplingParams
 from engine.engine import Engine
-from engine.errors import ConfigError, EngineError, ModelError, RequestError
+from engine.errors import ConfigError, EngineError, ModelError, OutOfMemoryError, RequestError
 from engine.kv.budget import Memory, plan_capacity
 from engine.kv.page import KVShape
 from engine.units import GIB, MIB, format_bytes, parse_bytes, parse_tokens
@@ -239,3 +239,19 @@ def test_the_smallest_temperature_still_draws(make_engine):
     engine = make_engine()
     result = engine.complete(engine.prepare("The", SamplingParams(max_tokens=2, temperature=1e-40, ignore_eos=True)))
     assert result.usage.generated == 2
+
+
+@pytest.mark.parametrize(
+    "error", [torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 96.00 MiB.\nMore."), MemoryError()]
+)
+def test_a_model_that_outgrows_memory_while_it_is_loaded_is_refused_with_a_fix(monkeypatch, error):
+    def fails(*_):
+        raise error
+
+    monkeypatch.setattr("engine.engine.load_model", fails)
+    with pytest.raises(OutOfMemoryError, match=r"while big.gguf was loaded: (CUDA out of memory|no detail)") as refused:
+        Engine.load(EngineConfig(model="big.gguf", device="cpu"))
+    assert "kvring plan big.gguf" in refused.value.fix and "\n" not in refused.value.message
+    monkeypatch.setattr("engine.engine.load_model", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        Engine.load(EngineConfig(model="big.gguf", device="cpu"))
