@@ -168,6 +168,7 @@ def plan_capacity(
     context = _context(config, max(PAGE, (host_room - fixed) // page * PAGE), trained_context, notes)
     logical = page_count(context)
     pool = _pool_pages(config, logical, trained_context)
+    chunk = min(config.prefill_chunk, context)
     ring = pool < logical
     if config.ring == "off" and ring:
         raise ConfigError(
@@ -186,7 +187,7 @@ def plan_capacity(
     host_reason = Capacity.host_reason if asked is None else "--host-kv-gib"
     if config.host_kv_bytes == "auto":
         fixed = weight_bytes + tail_bytes + pool * shape.page_bytes + 2 * staging_pages * shape.decoded_bytes
-        fixed += min(config.prefill_chunk, context) * token_bytes
+        fixed += chunk * token_bytes
         limit = _device_limit(config, memory)
         spare = None if limit is None else max(0, limit - fixed - logical * digest_page)
         host, host_reason = _automatic_host(logical, shape.page_bytes, digest_page, ram_room, spare)
@@ -204,7 +205,6 @@ def plan_capacity(
             f"--max-context {fits} is the largest that fits" if fits else "free memory, or raise --ram-limit",
         )
     # A pool that holds the whole context shares it out too, should a smaller request budget be asked for.
-    chunk = min(config.prefill_chunk, context)
     if ring:
         window = share_window(pool, config.sink, config.retrieve_share, chunk, config.retrieve)
     else:

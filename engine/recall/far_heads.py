@@ -88,10 +88,9 @@ def far_heads(
         return every
     measured = read_looks(digest, (layers, kv_heads), folder)
     if measured is not None:
-        share = None if setting == "auto" else int(setting) / 100
-        if share is None:
+        if setting == "auto":
             return FarHeads.above(measured, FAR, "measured by kvring heads")
-        return FarHeads.best(measured, share, "the farthest looking by kvring heads")
+        return FarHeads.best(measured, int(setting) / 100, "the farthest looking by kvring heads")
     if setting == "auto":
         return every
     if digest == "random":
@@ -113,9 +112,9 @@ def looks_file(digest: str, folder: Path | None = None) -> Path:
 def write_looks(looks: np.ndarray, digest: str, origin: str, folder: Path | None = None) -> Path:
     """Keep a measurement, float [layer, kv_head]; `origin` says where and how it was made."""
     path = looks_file(digest, folder)
-    text = {"schema": SCHEMA, "model": digest, "origin": origin, "looks": np.round(looks, 4).tolist()}
+    found = {"schema": SCHEMA, "model": digest, "origin": origin, "looks": np.round(looks, 4).tolist()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(text))
+    write_whole(path, json.dumps(found))
     return path
 
 
