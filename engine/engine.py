@@ -317,6 +317,7 @@ class Engine:
         looks = []
         token = 0
         with self._turn:
+            self._enter()
             for decode in ("exact", "recall"):
                 params = replace(recall or RecallParams(), decode=decode)
                 session = Session(self._runner, self.prepare(messages, SamplingParams(), params), self.model.tokenizer)
