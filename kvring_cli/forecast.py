@@ -20,7 +20,7 @@ from kvring_cli.predict import Prediction, Work, predict
 from kvring_cli.shapes import Shape
 
 _BY_FLOPS = ("layer/", "attend/", "matmul/")
-_BY_LINK = ("h2d_", "d2h_", "gather")
+_BY_LINK = ("h2d_", "d2h_", "gather", "turn_fetch/")
 _BY_HOST = ("step/", "turn_start/")
 
 
@@ -44,6 +44,8 @@ def forecast(plan: Plan, config: EngineConfig, rates: Mapping[str, Bands], origi
     seen = capacity.pool_pages - capacity.window.free if capacity.ring else capacity.pool_pages
     measured = [kind.removeprefix("product/") for kind in rates if kind.startswith("product/")]
     work, note = work_of(plan.shape, plan.place, plan.weight_bits, config.weights, measured)
+    if isinstance(config.far_heads, int):
+        work = replace(work, scored=config.far_heads / 100)
     try:
         found = predict(
             work,
@@ -51,6 +53,7 @@ def forecast(plan: Plan, config: EngineConfig, rates: Mapping[str, Bands], origi
             context=capacity.context,
             pool=capacity.pool_pages * PAGE,
             window=seen * PAGE,
+            selection=capacity.window.selection * PAGE,
             chunk=config.prefill_chunk,
         )
     except ConfigError as error:

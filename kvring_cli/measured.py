@@ -11,10 +11,11 @@ from engine.config import EngineConfig, RecallParams, SamplingParams
 from engine.engine import Engine
 from engine.result import Token
 from engine.trials import own_clock, quick
+from kvring_cli.filler import filler
 from kvring_cli.planning import Plan
 from kvring_cli.predict import QUESTION
 
-_ANSWER = 48
+_ANSWER, _TURNS = 48, 4
 
 
 @dataclass(frozen=True)
@@ -28,11 +29,11 @@ class Measured:
 
 
 def run(model: str, config: EngineConfig, plan: Plan, say: Callable[[str, float], None]) -> Measured:
-    """An exact prefill of the plan's whole context, an answer, and three further turns."""
+    """An exact prefill of the plan's whole context, an answer, and further turns, of which the first does not count."""
     from kvring_cli import models
 
     assert plan.capacity is not None
-    room = 4 * QUESTION + _ANSWER + 64
+    room = _TURNS * (QUESTION + 1) + _ANSWER + 64
     tokens = plan.capacity.context - room
     say(f"prefill of {tokens:,} tokens", 0.0)
     engine = Engine.load(replace(config, model=str(models.resolve(model)), max_context=plan.capacity.context))
@@ -48,10 +49,10 @@ def run(model: str, config: EngineConfig, plan: Plan, say: Callable[[str, float]
         if card:  # again: the first answer fetches its selection while it is written
             _, steps = _timed(engine, text, _ANSWER, RecallParams(), clock)
         say("second turns", 0.8)
-        turns = [
-            _timed(engine, f"{text} {'why ' * (n + 1)}{_text(engine, QUESTION - n)}", 1, RecallParams(), clock)[0]
-            for n in range(4)
-        ]
+        turns, question = [], _text(engine, QUESTION)
+        for _ in range(_TURNS):
+            text = f"{text} {question}"
+            turns.append(_timed(engine, text, 1, RecallParams(), clock)[0])
     finally:
         engine.close()
     own = "one thread's processor time, which a busy machine can't stretch"
@@ -73,23 +74,5 @@ def _timed(
 
 def _text(engine: Engine, tokens: int) -> str:
     """Plain text of about so many tokens, never more."""
-    words = [
-        "the",
-        "of",
-        "and",
-        "to",
-        "in",
-        "is",
-        "was",
-        "for",
-        "on",
-        "as",
-        "with",
-        "time",
-        "work",
-        "part",
-        "case",
-        "system",
-    ]
-    ratio = engine.count_tokens(" ".join(words * 64)) / (len(words) * 64)
-    return " ".join(words[(7 * n + n // 16) % 16] for n in range(int(tokens / max(1.0, ratio))))
+    ratio = engine.count_tokens(filler(1024)) / 1024
+    return filler(int(tokens / max(1.0, ratio)))

@@ -10,13 +10,14 @@ the *time* is interpolated, so that a call's fixed cost counts where the work is
     attend_row/DTYPE    bytes of K and V in the window that one row reads
     score_row/DTYPE     keys x heads x head dim that one row is scored against
     h2d_pinned          bytes to the card
-    turn/DTYPE          the same for a short chunk that resumes a long context: scoring and fetching
+    turn/DTYPE          the same for a short chunk that resumes a long context: scoring, and on a CPU fetching
 
 On a card further ones, where weights may be packed and a step costs something beside its layers:
 
     step/DTYPE          by tokens of the context: steps a second of a model without layers
     turn_start/DTYPE    the same for a second turn
-    turn_layer/DTYPE    FLOP of one layer's matrices in a second turn over cold pages, all that it does there included
+    turn_layer/DTYPE    FLOP of one layer's matrices in a second turn over cold pages, with all it does there but fetch
+    turn_fetch/DTYPE    bytes of `new_pages` of one layer, in the time that fetching those took that really were new
     product/TYPE        bytes of weights of that type (a dtype, or a GGUF type) in one row's products
     unpack/TYPE         bytes of weights of that type that many rows make plain ones of first
 """
@@ -55,6 +56,7 @@ class Work:
     weight_bytes: float  # of one weight as one row reads it
     head_bytes: float  # of one number of the output matrix
     kv_bytes: int
+    scored: float = 1.0  # share of the KV heads that recall looks at
     sliding_layers: int = 0  # that that see `window` tokens only
     window: int = 0
     packed: tuple[tuple[str, float], ...] = ()  # types of a layer's weights on a card and their bytes; () = plain
@@ -100,11 +102,11 @@ class Work:
     def row_bytes(self) -> float:
         return self.layer_weights * self.weight_bytes
 
-    def window_bytes(self, tokens: int) -> float:
+    def window_bytes(self, tokens: float) -> float:
         return 2.0 * tokens * self.kv_heads * self.head_dim * self.kv_bytes
 
     def scores(self, tokens: int) -> float:
-        return float(tokens * self.heads * self.head_dim)
+        return self.scored * tokens * self.heads * self.head_dim
 
 
 @dataclass(frozen=True)
@@ -117,8 +119,19 @@ class Prediction:
     second_turn_seconds: float
 
 
-def predict(work: Work, rates: Mapping[str, Bands], *, context: int, pool: int, window: int, chunk: int) -> Prediction:
-    """`context`: prompt tokens; `pool` and `window`: tokens that the device holds, and that a step sees of them.
+def new_pages(selection: int, pool: int, context: int) -> float:
+    """Tokens that the selection of a second turn lacks in the pool, if it chose anywhere in `context`.
+
+    The pool holds the selection of the turn before; what both turns chose is there. All are tokens, whole pages.
+    """
+    return selection * (context - pool) / (context - selection) if context > pool else 0.0
+
+
+def predict(
+    work: Work, rates: Mapping[str, Bands], *, context: int, pool: int, window: int, selection: int, chunk: int
+) -> Prediction:
+    """`context`: prompt tokens; `pool`, `window`, `selection`: tokens that the device holds, that a step sees of them,
+    and that recall may choose of those (0: it is off).
 
     ConfigError where the rates lack what this model needs.
     """
@@ -155,18 +168,21 @@ def predict(work: Work, rates: Mapping[str, Bands], *, context: int, pool: int, 
         row -= min(row, time(f"product/{work.form}", work.row_bytes))
         row += sum(time(f"product/{kind}", size) for kind, size in work.packed)
     seen = time(f"attend_row/{dtype}", work.window_bytes(window if over else context))
-    if over:
+    recalls = over and selection > 0
+    if recalls:
         seen += time(f"score_row/{dtype}", work.scores(context))
     near = time(f"attend_row/{dtype}", work.window_bytes(min(work.window, context))) if sliding else 0.0
     step = layers * row + paged * seen + sliding * near + head + beside("step")
     rows = QUESTION + PAGE // 2  # a prefix resumes in whole pages
-    whole = over and f"turn_layer/{dtype}" in rates
+    whole = recalls and f"turn_layer/{dtype}" in rates
     turn = layers * products(rows, "turn_layer" if whole else "layer") + head + beside("turn_start")
     turn += paged * time(f"attend/{dtype}", work.attend_flops(rows, window if over else context))
     if sliding:
         turn += sliding * time(f"attend/{dtype}", work.attend_flops(rows, min(work.window, context)))
-    if over:
+    if recalls:
         turn += paged * time(f"turn/{dtype}", work.scores(context))
+        if f"turn_fetch/{dtype}" in rates:
+            turn += paged * time(f"turn_fetch/{dtype}", work.window_bytes(new_pages(selection, pool, context)))
     return Prediction(prefill, context / prefill, 1 / step, turn)
 
 

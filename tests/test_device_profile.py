@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import device_profile
-from engine.config import EngineConfig, SamplingParams
+from engine.config import PAGE, EngineConfig, SamplingParams
 from engine.device import find_profile, hardware, hiding_tokens, measured_settings
 from engine.device_profile import SCHEMA, DeviceProfile, Found, built_in, look_up, parse, save, user_file
 from engine.engine import Engine
@@ -354,26 +354,30 @@ def test_a_route_changes_what_a_card_launches(phantom):
 def test_two_depths_tell_a_steps_own_cost_from_its_layers(monkeypatch):
     from kvring_cli.calibration import rates
     from kvring_cli.calibration.standin import Size, stand_in, work_of
-    from kvring_cli.predict import predict
+    from kvring_cli.predict import new_pages, predict
 
-    lengths = rates.Lengths(short=640, long=1024, pool=512, chunk=128)
-    contexts = (rates.FEW, lengths.pool - 256, lengths.short, lengths.long)
+    lengths = rates.Lengths(short=1280, long=2048, far=8192, pool=1024, chunk=128)
 
-    def sample(model, lengths):
-        """7 ms a step and 90 a turn, whatever the layers; 2 ms of a layer's step, 5 of its turn, 3 of its chunk."""
+    def sample(model, lengths, page):
+        """7 ms a step and 90 a turn, whatever the layers; 2 ms of a layer's step, 5 of its turn, 3 of its chunk. A turn
+        finds half of its pages in the selection before.
+        """
         layers = model.config.layers
-        token, turn = ({n: own + layers * each for n in contexts} for own, each in ((0.007, 0.002), (0.09, 0.005)))
-        return rates.Sample(layers, token, turn, 0.003 * layers, 1e-9 * layers, 96)
+        token, turn = ({n: own + layers * each for n in lengths.timed} for own, each in ((0.007, 0.002), (0.09, 0.005)))
+        fetched = {n: layers * new_pages(512, 1024, n) / PAGE / 2 for n in lengths.timed}
+        return rates.Sample(layers, token, turn, 0.003 * layers, 1e-9 * layers, 96, fetched, 512)
 
     monkeypatch.setattr(rates, "_sample", sample)
     model = stand_in(Size(64, 64, 2, 1, 64, 8), CPU, torch.float32)
     work = replace(work_of(model), layers=30)
-    found = rates.in_bands(list(rates.points(model, work, lengths, paired=True)))
+    found = rates.in_bands(list(rates.points(model, work, lengths, page=0.001)))
     found["head/float32"] = ((1, 1e15),)
-    told = predict(work, found, context=640, pool=512, window=512, chunk=128)
-    assert 1 / told.decode_rate == pytest.approx(0.007 + 30 * 0.002, rel=0.02)
-    assert told.second_turn_seconds == pytest.approx(0.09 + 30 * 0.005, rel=0.02)
-    assert told.prefill_seconds == pytest.approx(5 * 30 * 0.003, rel=0.02)
+    for context, fetched in ((1280, 512 * 256 / 768), (4096, 512 * 3072 / 3584), (32768, 512 * 31744 / 32256)):
+        told = predict(work, found, context=context, pool=1024, window=768, selection=512, chunk=128)
+        assert told.prefill_seconds == pytest.approx(context / 128 * 30 * 0.003, rel=0.02)
+        assert 1 / told.decode_rate == pytest.approx(0.007 + 30 * 0.002, rel=0.02)
+        turn = 0.09 + 30 * (0.005 + 0.001 * fetched / PAGE / 2)
+        assert told.second_turn_seconds == pytest.approx(turn, rel=0.02), "it fetches a selection, and no more"
 
 
 def test_a_part_that_fails_is_named_and_the_rest_is_kept(monkeypatch):

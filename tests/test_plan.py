@@ -170,7 +170,9 @@ RATES = {
 
 
 def prediction(rates=RATES, **more):
-    return predict(WORK, rates, **{"context": 16384, "pool": 4032, "window": 3776, "chunk": 1024, **more})
+    return predict(
+        WORK, rates, **{"context": 16384, "pool": 4032, "window": 3776, "selection": 1984, "chunk": 1024, **more}
+    )
 
 
 @given(
@@ -199,7 +201,7 @@ def test_packed_weights_take_what_was_measured_of_their_own_type():
     products = {"product/q4_k": ((3_000_000, 3e9),), "product/q6_k": ((1_000_000, 1e9),)}
     unpacked = {kind.replace("product", "unpack"): bands for kind, bands in products.items()}
     rates = RATES | products | unpacked | {"product/float32": ((10_000_000, 1e10),)}
-    sizes = {"context": 2048, "pool": 4032, "window": 3776, "chunk": 1024}
+    sizes = {"context": 2048, "pool": 4032, "window": 3776, "selection": 1984, "chunk": 1024}
     before, after = predict(plain, rates, **sizes), predict(packed, rates, **sizes)
     head = packed.head_size / 1e9 - seconds(RATES["head/float32"], plain.head_size)
     assert 1 / after.decode_rate - 1 / before.decode_rate == pytest.approx(4 * (0.002 - 0.001) + head)
@@ -339,7 +341,7 @@ def test_the_h200s_row_predicts_what_was_measured_there(context, chunk, prefill,
     """`kvring bench rates -m random:qwen3-8b --kv-capacity 17920`, by the run that wrote the row and an earlier one."""
     row = next(row for row in built_in() if row.hardware_class == "nvidia-h200-sm90")
     work = Work.of(PUBLISHED["qwen3-8b"], torch.bfloat16, four_bit=False)
-    told = predict(work, row.rates, context=context, pool=17_920, window=17_664, chunk=chunk)
+    told = predict(work, row.rates, context=context, pool=17_920, window=17_664, selection=8960, chunk=chunk)
     assert told.prefill_rate == pytest.approx(prefill, rel=0.2)
     assert told.decode_rate == pytest.approx(decode, rel=0.2)
     assert second is None or told.second_turn_seconds == pytest.approx(second, rel=0.2)

@@ -58,7 +58,7 @@ def calibrate(
     if rates:
         from kvring_cli.calibration.rates import in_bands
 
-        every = _rates(device, quick)
+        every = _rates(device, platform, quick)
         points = [point for some in parts.measured(every, RATES_WITHIN if card else float("inf")) for point in some]
         profile = replace(row({}), rates=in_bands(points))
     if not parts.done:
@@ -73,15 +73,16 @@ def calibrate(
     return profile
 
 
-def _rates(device: torch.device, quick: bool) -> Iterator:
+def _rates(device: torch.device, platform: Platform, quick: bool) -> Iterator:
     from kvring_cli.calibration import links, products, rates
 
+    ram = platform.memory().usable
     if device.type == "cuda":
         yield from links.cases(device)
-        yield from rates.cases(device)
+        yield from rates.cases(device, ram)
         yield from products.cases(device)
     else:
-        yield from rates.cases(device, smallest=quick)
+        yield from rates.cases(device, ram, smallest=quick)
 
 
 def _what(device: torch.device, count: int) -> str:

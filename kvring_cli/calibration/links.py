@@ -26,7 +26,7 @@ def cases(device: torch.device) -> Iterator[tuple[str, Callable[[], Points]]]:
         yield f"copies of {size // KIB:,} KiB", lambda size=size: list(_copies(device, size))
     for size in PAGES:
         if size <= MIB:
-            yield f"the gather of {size // KIB:,} KiB", lambda size=size: [("gather", size, _gather(device, size))]
+            yield f"the gather of {size // KIB:,} KiB", lambda size=size: [("gather", size, gather(device, size))]
     yield "matrix products", lambda: [("matmul/bfloat16", width, _multiply(device, width)) for width in WIDTHS]
 
 
@@ -46,10 +46,10 @@ def _multiply(device: torch.device, width: int) -> float:
     return 2 * width**3 / median_seconds(lambda: left @ left, device, ROUNDS)
 
 
-def _gather(device: torch.device, size: int) -> float:
+def gather(device: torch.device, size: int) -> float:
     """Bytes a second of 64 pages of `size` read in place by the kernel, many times over."""
     kernel_cache.point(torch.cuda.get_device_capability(device))
-    from engine.ops.triton_pages import gather
+    from engine.ops.triton_pages import gather as kernel
 
     count = 64
     host = torch.empty(count, size // 2, dtype=torch.bfloat16, pin_memory=True)
@@ -58,4 +58,4 @@ def _gather(device: torch.device, size: int) -> float:
     places = torch.arange(count, device=device, dtype=torch.int32)
     missing = torch.tensor([count], device=device, dtype=torch.int32)
     units = pick(COMPILED_IN["gather_units"], 1)
-    return count * size / median_seconds(lambda: gather(host, pool, order, places, missing, units), device, ROUNDS)
+    return count * size / median_seconds(lambda: kernel(host, pool, order, places, missing, units), device, ROUNDS)

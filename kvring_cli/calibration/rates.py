@@ -10,35 +10,52 @@ from itertools import combinations, pairwise
 import torch
 from torch import Tensor
 
-from engine.config import EngineConfig, RecallParams, SamplingParams
+from engine.config import PAGE, EngineConfig, RecallParams, SamplingParams
 from engine.engine import Engine
 from engine.model.load import LoadedModel
 from engine.ops.linear import linear
 from engine.result import Progress, Result, Token
 from engine.routes import Bands
 from engine.trials import median_seconds, own_clock, quick
+from kvring_cli.calibration.links import gather
 from kvring_cli.calibration.standin import CPU_SIZES, CUDA_SIZES, shallower, stand_in, work_of
-from kvring_cli.predict import QUESTION, Work
+from kvring_cli.filler import filler
+from kvring_cli.predict import QUESTION, Work, new_pages
 
 Points = list[tuple[str, float, float]]
 """Rate's name, amount of work, amount a second."""
 _LEAST = 1e-9  # seconds: a difference of two measurements may come out at nothing
-_WORDS = "the of and to in is was for on as with time work part case system"  # a token each
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens: of the two contexts over the pool, the pool, a chunk, and the answers."""
+    """Tokens: of the contexts over the pool, the pool, a chunk, and the answers.
+
+    `far`: of the longest one whose steps are timed; beyond `long` it is filled by windows, and no chunk of it is timed.
+    """
 
     short: int = 3072
     long: int = 6144
+    far: int = 6144
     pool: int = 2048
     chunk: int = 512
     answer: int = 48
 
+    @property
+    def timed(self) -> tuple[int, int, int, int]:
+        """Contexts whose steps and second turns are timed."""
+        return FEW, self.dense, self.short, self.far
 
-LENGTHS = {"cpu": Lengths(), "cuda": Lengths(short=20_480, long=40_960, pool=17_920, chunk=4096)}
-"""On a card few chunk lengths, because cuDNN plans each anew, and the pool that is its default."""
+    @property
+    def dense(self) -> int:
+        """The longest context that the pool holds, with what is said after it."""
+        return self.pool - 512
+
+
+LENGTHS = {"cpu": Lengths(), "cuda": Lengths(short=20_480, long=40_960, far=131_072, pool=17_920, chunk=4096)}
+"""On a card few chunk lengths, because cuDNN plans each anew, the pool that is its default, and the context that people
+want of it: what grows with the context is small beside the noise of two short ones.
+"""
 FEW = 128
 """Tokens of the shortest context."""
 SHALLOW = 2
@@ -53,12 +70,13 @@ class Run:
     token: float
     first: float
     computed: int
+    fetched: int  # layer pages
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Seconds of a stand-in by context length: a later token and a second turn's first one, the output matrix left out;
-    of a chunk, and what a chunk takes more for each token before it. All grow with the layers.
+    """Seconds of a stand-in by context length: a later token and a second turn's first one, without output matrix and,
+    on a card, fetching; of a chunk, and what it takes more for each token before it. All grow with the layers.
     """
 
     layers: int
@@ -67,6 +85,8 @@ class Sample:
     chunk: float
     slope: float
     computed: int  # tokens of a second turn
+    fetched: Mapping[int, int]  # layer pages of a second turn
+    selection: int  # tokens that recall may choose
 
     def less(self, other: Sample) -> Sample:
         """What it takes for the layers that it has more."""
@@ -81,11 +101,13 @@ class Sample:
             self.chunk - other.chunk,
             self.slope - other.slope,
             self.computed,
+            {tokens: self.fetched[tokens] - other.fetched[tokens] for tokens in self.fetched},
+            self.selection,
         )
 
 
-def cases(device: torch.device, *, smallest: bool = False) -> Iterator[tuple[str, Callable[[], Points]]]:
-    """What is measured, and how; `smallest`: one stand-in only, for tests."""
+def cases(device: torch.device, ram: int, *, smallest: bool = False) -> Iterator[tuple[str, Callable[[], Points]]]:
+    """What is measured, and how. ram: bytes that are free; `smallest`: one stand-in only, for tests."""
     from engine.device import cpu_multiplies_bfloat16
 
     if device.type == "cuda":
@@ -99,21 +121,33 @@ def cases(device: torch.device, *, smallest: bool = False) -> Iterator[tuple[str
             def measure(size=size, dtype=dtype, four_bit=four_bit) -> Points:
                 model = stand_in(size, device, dtype, four_bit=four_bit)
                 work = work_of(model, four_bit=four_bit)
-                return list(points(model, work, LENGTHS[device.type], paired=device.type == "cuda"))
+                if device.type == "cpu":
+                    return list(points(model, work, LENGTHS["cpu"]))
+                page = int(work.window_bytes(PAGE))
+                return list(points(model, work, that_fit(LENGTHS["cuda"], work, ram), page / gather(device, page)))
 
             yield f"{size.layers} layers of {size.hidden}, {str(dtype).removeprefix('torch.')}", measure
 
 
-def points(model: LoadedModel, work: Work, lengths: Lengths, *, paired: bool) -> Iterator[tuple[str, float, float]]:
+def that_fit(lengths: Lengths, work: Work, ram: int) -> Lengths:
+    """With a `far` context whose pages take no more than half of `ram`, as far as that goes."""
+    while lengths.far // 2 >= lengths.long and 2 * work.layers * work.window_bytes(lengths.far) > ram:
+        lengths = replace(lengths, far=lengths.far // 2)
+    return lengths
+
+
+def points(
+    model: LoadedModel, work: Work, lengths: Lengths, page: float | None = None
+) -> Iterator[tuple[str, float, float]]:
     """(rate's name, amount of work, amount a second) of one size.
 
-    paired: beside a shallower one, because on a card a step costs as much beside its layers as some layers do: two
-    depths tell them apart.
+    page: seconds in which a layer's page is fetched, on a card. There the size is measured beside a shallower one,
+    because a step costs as much beside its layers as some layers do: two depths tell them apart.
     """
-    deep, dtype = _sample(model, lengths), work.dtype
+    deep, dtype = _sample(model, lengths, page or 0.0), work.dtype
     per, layers = deep, deep.layers
-    if paired:
-        shallow = _sample(shallower(model, SHALLOW), lengths)
+    if page is not None:
+        shallow = _sample(shallower(model, SHALLOW), lengths, page)
         per = deep.less(shallow)
         layers = per.layers
         for name, whole, each in (("step", shallow.token, per.token), ("turn_start", shallow.first, per.first)):
@@ -127,36 +161,37 @@ def points(model: LoadedModel, work: Work, lengths: Lengths, *, paired: bool) ->
     yield f"attend/{dtype}", *_rate(work.attend_flops(lengths.chunk, keys), per.slope * keys / layers)
 
     # A dense step at two lengths: what a row costs, and what a byte of its window.
-    many = lengths.pool - 256
-    low, high = work.window_bytes(FEW + lengths.answer // 2), work.window_bytes(many)
-    byte = max(_LEAST, per.token[many] - per.token[FEW]) / layers / (high - low)
+    low, high = work.window_bytes(FEW + lengths.answer // 2), work.window_bytes(lengths.dense)
+    byte = max(_LEAST, per.token[lengths.dense] - per.token[FEW]) / layers / (high - low)
     row = per.token[FEW] / layers - byte * low
     yield f"row/{work.form}", *_rate(work.row_bytes, row)
     yield f"attend_row/{dtype}", *_rate(high, byte * high)
 
     # Over the pool: the same row and window, and scoring that grows with the context.
-    window = byte * work.window_bytes(lengths.pool - 4 * 64)
-    for tokens in (lengths.short, lengths.long):
+    window = byte * work.window_bytes(lengths.pool - 4 * PAGE)
+    for tokens in (lengths.short, lengths.far):
         yield f"score_row/{dtype}", *_rate(work.scores(tokens), per.token[tokens] / layers - row - window)
 
     small = per.first[FEW] / layers
     yield f"layer/{dtype}", *_rate(work.layer_flops(per.computed), small)
-    seen = per.slope / lengths.chunk * per.computed * (lengths.pool - 4 * 64)  # the window's own attention
-    short, long = ((per.first[tokens] - seen) / layers for tokens in (lengths.short, lengths.long))
-    least, most = work.scores(lengths.short), work.scores(lengths.long)
-    if paired:  # other kernels read a question over cold pages than within the pool: what they take is known as a whole
+    seen = per.slope / lengths.chunk * per.computed * (lengths.pool - 4 * PAGE)  # the window's own attention
+    short, far = ((per.first[tokens] - seen) / layers for tokens in (lengths.short, lengths.far))
+    least, most = work.scores(lengths.short), work.scores(lengths.far)
+    if page is not None:  # other kernels read a question over cold pages than within the pool: that is known as a whole
         yield f"turn_layer/{dtype}", *_rate(work.layer_flops(per.computed), short)
         yield f"turn/{dtype}", least, least / _LEAST
-        yield f"turn/{dtype}", *_rate(most, long - short)
+        yield f"turn/{dtype}", *_rate(most, far - short)
+        cold = work.window_bytes(new_pages(deep.selection, lengths.pool, lengths.far))
+        yield f"turn_fetch/{dtype}", *_rate(cold, page * deep.fetched[lengths.far] / deep.layers)
     else:
         yield f"turn/{dtype}", *_rate(least, short - small)
-        yield f"turn/{dtype}", *_rate(most, long - small)
+        yield f"turn/{dtype}", *_rate(most, far - small)
 
 
-def _sample(model: LoadedModel, lengths: Lengths) -> Sample:
+def _sample(model: LoadedModel, lengths: Lengths, page: float) -> Sample:
     config = EngineConfig(
         model="",
-        max_context=lengths.long + 1024,
+        max_context=max(lengths.long, lengths.far) + 1024,
         kv_capacity=lengths.pool,
         prefill_chunk=lengths.chunk,
         device_profile="off",
@@ -167,19 +202,23 @@ def _sample(model: LoadedModel, lengths: Lengths) -> Sample:
         engine.unpinned(wait=True)
         _run(engine, 300, 4)  # whatever is made on first use
         head = _head(model.transformer.weights.head)
-        for tokens in (FEW, lengths.pool - 256, lengths.short, lengths.long):
-            runs[tokens] = _run(engine, tokens, lengths.answer)
-            turns[tokens] = _turn(engine, tokens)
+        for tokens in sorted({*lengths.timed, lengths.long}):
+            fill = "exact" if tokens <= lengths.long else "window"
+            runs[tokens] = _run(engine, tokens, lengths.answer, fill)
+            if tokens in lengths.timed:
+                turns[tokens] = _turn(engine, tokens, fill)
     finally:
         engine.close()
     slope, chunk = _line([*runs[lengths.long].chunks, *runs[lengths.short].chunks])
     return Sample(
         model.config.layers,
-        {tokens: run.token - head for tokens, run in runs.items()},
-        {tokens: turn.first - head for tokens, turn in turns.items()},
+        {tokens: runs[tokens].token - head for tokens in lengths.timed},
+        {tokens: turn.first - head - page * turn.fetched for tokens, turn in turns.items()},
         chunk,
         slope,
         turns[FEW].computed,
+        {tokens: turn.fetched for tokens, turn in turns.items()},
+        engine.capacity.window.selection * PAGE,
     )
 
 
@@ -192,28 +231,32 @@ def _rate(amount: float, seconds: float) -> tuple[float, float]:
     return amount, amount / max(seconds, _LEAST)
 
 
-def _text(tokens: int) -> str:
-    words = _WORDS.split()
-    return " ".join(words[(7 * n + n // 16) % 16] for n in range(tokens))
-
-
-def _run(engine: Engine, tokens: int, answer: int) -> Run:
-    """A fresh exact prefill and an answer of so many tokens.
+def _run(engine: Engine, tokens: int, answer: int, fill: str = "exact") -> Run:
+    """A fresh prefill and an answer of so many tokens.
 
     On a card it is asked for again: the first answer fetches its selection while it is written, and captures graphs.
     """
     engine.forget()
-    asked = _text(tokens), SamplingParams(max_tokens=answer, ignore_eos=True)
-    run = _timed(engine, *asked, RecallParams(prefill="exact"))
-    return replace(run, token=_timed(engine, *asked, RecallParams()).token) if _on_card(engine) else run
+    asked = filler(tokens), SamplingParams(max_tokens=answer, ignore_eos=True)
+    run = _timed(engine, *asked, RecallParams(prefill=fill))
+    return replace(run, token=_timed(engine, *asked, _later(fill)).token) if _on_card(engine) else run
 
 
-def _turn(engine: Engine, tokens: int, rounds: int = 5) -> Run:
-    """One of some second turns over the context that `_run` left behind: a quick one, on a card the median."""
+def _turn(engine: Engine, tokens: int, fill: str, rounds: int = 5) -> Run:
+    """One of some further turns of the conversation that `_run` left behind: a quick one, on a card the median.
+
+    Each computes half a page of the turn before beside its own tokens, as turns that end anywhere do.
+    """
     ask, spare = SamplingParams(max_tokens=1, ignore_eos=True), 2 if _on_card(engine) else 1
-    asked = [f"{_text(tokens)} {'why ' * (n + 1)}{_text(QUESTION - n)}" for n in range(rounds + spare)]
-    runs = sorted([_timed(engine, text, ask, RecallParams()) for text in asked][spare:], key=lambda run: run.first)
+    said = [filler(tokens + PAGE // 2), *[filler(QUESTION)] * (rounds + spare)]
+    turns = [" ".join(said[: n + 2]) for n in range(rounds + spare)]
+    runs = sorted([_timed(engine, text, ask, _later(fill)) for text in turns][spare:], key=lambda run: run.first)
     return runs[rounds // 2 if _on_card(engine) else rounds // 4]
+
+
+def _later(fill: str) -> RecallParams:
+    """What resumes from pages that were filled so: those of an exact pass serve everybody."""
+    return RecallParams() if fill == "exact" else RecallParams(prefill=fill)
 
 
 def _on_card(engine: Engine) -> bool:
@@ -239,7 +282,7 @@ def _timed(engine: Engine, text: str, sampling: SamplingParams, recall: RecallPa
     assert result is not None
     steps = [later - earlier for earlier, later in pairwise(tokens)]
     step = quick(steps) if steps else 0.0
-    return Run(tuple(chunks), step, tokens[0] - began, result.usage.computed)
+    return Run(tuple(chunks), step, tokens[0] - began, result.usage.computed, result.recall.layer_pages_fetched)
 
 
 def _head(head: Tensor) -> float:
