@@ -6,6 +6,7 @@ import contextlib
 import os
 import tempfile
 from pathlib import Path
+from uuid import uuid4
 
 from engine.errors import ConfigError
 
@@ -21,15 +22,17 @@ def check_folder(folder: Path, fix: str) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """In UTF-8, over what was there. OSError if it can't be."""
-    handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    """In UTF-8, over what was there, with its permissions or a new file's. OSError if it can't be."""
+    scratch = path.with_name(f"{path.name[:64]}.{uuid4().hex}.part")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
+        with scratch.open("x", encoding="utf-8", newline="\n") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
+        if path.exists():
+            scratch.chmod(path.stat().st_mode & 0o777)
         os.replace(scratch, path)
     except BaseException:
         with contextlib.suppress(OSError):
-            os.unlink(scratch)
+            scratch.unlink()
         raise

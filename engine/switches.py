@@ -50,6 +50,11 @@ class Setting:
     def boolean(self) -> bool:
         return isinstance(self.default, bool)
 
+    @property
+    def place(self) -> bool:
+        """Whether it names a file or folder of the user's: reports leave it out."""
+        return self.parse is _path
+
     def show(self, value: Any) -> str:
         """A value of this setting as a person reads it."""
         if value is None:

@@ -16,6 +16,7 @@ from gates.haystack import Document, Fact
 from gates.verdict import Arm, Check, Outcome
 
 ANSWER = 16  # tokens; the phantom's answers take about 7
+STRIPS = 3  # misses of an arm whose pages are kept: each is asked for once more
 MARGIN = 4  # tokens beside a fact that belong to it, when its pages are hidden
 
 
@@ -58,6 +59,7 @@ class ArmSpec:
     quick: bool = True
     red: float = 0.25  # a control's hits up to this share are red: a value is guessed or left in a neighbour's keys
     warns: bool = False  # recall was off on purpose: every answer must say so
+    explains: bool = False  # where pages were is kept of its misses too, as of a positive arm's
 
     def new_arm(self, task: str, question: Question) -> Arm:
         red = self.red if self.kind == "control" else 0.0
@@ -109,7 +111,8 @@ def run_arm(engine: Engine, exam: Exam, spec: ArmSpec, arm: Arm, answer: int = A
             sampling = SamplingParams(max_tokens=answer, stop=stops(engine.model))
             result = engine.complete(engine.prepare(messages, sampling, params))
             outcome = judge(exam, question, turn, result)
-            if spec.kind == "positive" and not outcome.hit:
+            explains = (spec.kind == "positive" or spec.explains) and not outcome.hit
+            if explains and sum(bool(past.strip) for past in arm.outcomes) < STRIPS:
                 outcome = _explained(engine, exam, question, messages, params, answer, outcome)
             said.append((question, result.text))
             arm.outcomes.append(outcome)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -16,6 +16,7 @@ from engine.device import limit_memory, loading, resolve_device, resolve_dtype, 
 from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.model.load import LoadedModel, load_model
+from engine.switches import SETTINGS
 from gates.bare import is_bare, to_go_on_from, with_template
 from gates.filler import Filler, read_filler
 from gates.haystack import TASKS, Counter, Document, build
@@ -76,12 +77,20 @@ class Context:
         return replace(built, task=task)
 
     def fitted(self, tokens: int, report: Report, room: int = ROOM) -> int:
-        """`tokens`, or what the model was trained on where that is less and positions are true; said in the report."""
-        longest = self.model.config.trained_context - room
-        if self.config.positions == "compact" or tokens <= longest:
+        """`tokens`, or what the model was trained on where that is less and positions are true, or --max-context; said
+        in the report.
+        """
+        longest, why = self.model.config.trained_context, "the model was trained on"
+        if self.config.positions == "compact":
+            longest = max(longest, tokens + room)
+        if self.config.max_context and self.config.max_context < longest:
+            longest, why = self.config.max_context, "--max-context is"
+        if tokens <= longest - room:
             return tokens
-        report.notes.append(f"{longest:,} tokens instead of {tokens:,}: the model was trained on {longest + room:,}")
-        return longest
+        if longest <= room:
+            raise ConfigError(f"{why} {longest:,}: no document fits beside {room:,} tokens of room", "a longer context")
+        report.notes.append(f"{longest - room:,} tokens instead of {tokens:,}: {why} {longest:,}")
+        return longest - room
 
     def pool(self, tokens: int, document: int) -> int:
         """The user's pool, or `tokens`, or a quarter of a `document` that is too short for that to hide anything."""
@@ -91,12 +100,9 @@ class Context:
 
     def environment(self) -> dict[str, object]:
         """Settings that differ from the defaults, model, device, versions; neither user nor path."""
+        values = {setting.field: getattr(self.config, setting.field) for setting in SETTINGS if not setting.place}
         default = EngineConfig(model="")
-        changed = {
-            field.name: getattr(self.config, field.name)
-            for field in fields(EngineConfig)
-            if field.name != "model" and getattr(self.config, field.name) != getattr(default, field.name)
-        }
+        changed = {name: value for name, value in values.items() if value != getattr(default, name)}
         device = self.model.transformer.device
         return {
             "model": self.model.name,

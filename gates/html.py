@@ -13,6 +13,7 @@ from gates.verdict import Arm, Outcome, Report, worst
 
 MAPPED = 4  # outcomes that make a map worth drawing
 STRIPS = 3  # failing trials that are drawn, a gate
+DRAWN = ("recall", "recall off")  # beside the positive arms
 _MEANS = (("k", "selected"), ("w", "seen: sink, recent, open"), ("o", "in the pool, not seen"), ("", "out of sight"))
 
 
@@ -72,7 +73,7 @@ def _arms(arms: Sequence[Arm]) -> str:
 
 def _maps(arms: Iterable[Arm]) -> str:
     """Length by depth, for the arms that a reader compares."""
-    drawn = [_map(arm) for arm in arms if arm.trials >= MAPPED and (arm.kind == "positive" or arm.name == "recall off")]
+    drawn = [_map(arm) for arm in arms if arm.trials >= MAPPED and (arm.kind == "positive" or arm.name in DRAWN)]
     return (
         _part("Hits by depth (columns) and prompt length (rows)", f'<div class="maps">{"".join(drawn)}</div>')
         if drawn

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from math import comb
+from functools import cache
+from math import comb, exp, fsum, lgamma, log
 
 CONFIDENCE = 0.95
 
 
 def _at_least(hits: int, trials: int, rate: float) -> float:
-    """The chance of `hits` or more in `trials` at `rate`."""
-    return sum(comb(trials, k) * rate**k * (1 - rate) ** (trials - k) for k in range(hits, trials + 1))
+    """The chance of `hits` or more in `trials` at `rate`; by logarithms, since C(1,030, 515) is beyond a float."""
+    if not 0.0 < rate < 1.0:
+        return float(hits == 0 or rate >= 1.0)
+    ways, yes, no = lgamma(trials + 1), log(rate), log(1.0 - rate)
+    return fsum(
+        exp(ways - lgamma(k + 1) - lgamma(trials - k + 1) + k * yes + (trials - k) * no)
+        for k in range(hits, trials + 1)
+    )
 
 
+@cache
 def clopper_pearson(hits: int, trials: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
     """The exact interval of a rate (Clopper and Pearson 1934), by bisection; (0, 1) without trials."""
     if not 0 <= hits <= trials:

@@ -48,6 +48,8 @@ def run(context: Context, tokens: int | None = None) -> Report:
     report = Report("perplexity", environment=context.environment(), blinding_switches=blinding(context.config))
     wanted = tokens or context.options.length or (QUICK_TOKENS if context.options.quick else TOKENS)
     text = _text(context, wanted)
+    if context.options.haystack is None:
+        report.environment["haystack"] = f"{PASSAGES}, every {STRIDE:,} tokens twice"
     window = min(WINDOW, context.model.config.trained_context // 2 // PAGE * PAGE)
     windows = [text[start : start + window] for start in range(0, len(text) - window + 1, window // 2)]
     if not windows:

@@ -20,12 +20,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Gate:
-    """`module` has `run(context) -> Report`."""
+    """`module` has `run(context) -> Report`. `reads`: fields of GateOptions that change it beside
+    `quick`; `outside`: those that do with a server, None where it can't be asked from outside.
+    """
 
     name: str
     proves: str
     turns_red: str
     module: str
+    reads: tuple[str, ...] = ()
+    outside: tuple[str, ...] | None = None
 
 
 ALL = "all"
@@ -39,12 +43,16 @@ GATES = {
             "recall off; newest, random or wrong pages; lexical on disjoint facts; mean keys; a query tail of 256; "
             "no neighbours where a value lies across a page boundary",
             "gates.multi_needle",
+            reads=("seeds", "length", "haystack"),
+            outside=("seeds", "length", "haystack"),
         ),
         Gate(
             "long-problem",
             "facts at 45 % of a 94,698-token conversation are answered through a pool of 63 pages, twice in a row",
             "recall off; newest, random or wrong pages; page tables shuffled",
             "gates.long_problem",
+            reads=("seeds", "length", "haystack", "grid"),
+            outside=("seeds", "length", "haystack"),
         ),
         Gate(
             "fits",
@@ -63,42 +71,51 @@ GATES = {
             "on 100,000 tokens the ring's logits are the dense engine's, bit for bit, and its NLL where pages stream",
             "recall off; every second page hidden",
             "gates.perplexity",
+            reads=("length", "haystack"),
         ),
         Gate(
             "reuse",
             "a follow-up turn pays for its new tokens only, 20 times sooner, and answers as a cold run does",
             "reuse off; another first word",
             "gates.reuse",
+            reads=("length",),
+            outside=("length",),
         ),
         Gate(
             "resend",
             "the same request again, after a cancel, or after a copy that failed at any page, is answered alike",
             "a failed copy that is answered; a flipped bit in a resident page",
             "gates.resend",
+            outside=("length",),
         ),
         Gate(
             "agreement",
             "recall says word for word what exact attention says, for every kind of fact",
             "recall off",
             "gates.agreement",
+            reads=("seeds", "length", "haystack"),
+            outside=("seeds", "length", "haystack"),
         ),
         Gate(
             "arch",
             "a real server warns when it answers over its pool with recall off, and only then",
             "a pool larger than the prompt, or recall on, that warns all the same",
             "gates.arch",
+            reads=("timeout",),
         ),
         Gate(
             SUITE,
             "recall keeps what the model can do itself, on eleven tasks; those it can't do are marked and not counted",
             "recall clearly worse than dense on a task where the control without recall is",
             "gates.suite",
+            reads=("seeds", "length", "haystack", "tasks", "budget"),
+            outside=("seeds", "length", "haystack", "tasks"),
         ),
     )
 }
 
 
-OUTSIDE = ("multi-needle", "long-problem", "reuse", "resend", "agreement", SUITE)
+OUTSIDE = tuple(gate.name for gate in GATES.values() if gate.outside is not None)
 """Those with arms that any server can be asked for."""
 LOCAL = "agreement"
 """Compares a server with this engine, on the same model."""
@@ -116,6 +133,13 @@ def known(names: list[str], outside: bool = False) -> list[str]:
             raise ConfigError(f"gate '{name}' needs the inside of the engine", f"with --base-url: {', '.join(OUTSIDE)}")
     every = [name for name in (OUTSIDE if outside else GATES) if name != SUITE]
     return list(dict.fromkeys(gate for name in names for gate in (every if name == ALL else [name])))
+
+
+def readers(option: str, outside: bool = False) -> list[str]:
+    """The gates that a field of GateOptions changes; with a server each minds its time limit."""
+    if option == "quick" or (outside and option == "timeout"):
+        return [*GATES]
+    return [gate.name for gate in GATES.values() if option in ((gate.outside if outside else gate.reads) or ())]
 
 
 def run_gate(
@@ -146,6 +170,8 @@ def run_in(name: str, context: Context, **sizes: int) -> Report:
     except (EngineError, AuditError) as error:
         failed = Check("the engine went through it", False, error.message)
         report = Report(name, checks=[failed], environment=context.environment()).judge()
+    for option in {"seeds", "haystack"}.difference(GATES[name].reads):  # of these it has its own
+        report.environment.pop(option, None)
     return _finished(report, began, context.options)
 
 
@@ -162,7 +188,7 @@ def server(base: str, model: str | None, options: GateOptions) -> Server:
     """The server behind an address; ConfigError where none answers."""
     from gates.remote import Server
 
-    return Server(base, model, options.timeout)
+    return Server(base, model, options.timeout, quoting=options.haystack is None)
 
 
 def run_remote(

@@ -22,6 +22,8 @@ UNPENALISED = {"repeat_penalty": 1.0}
 """llama-cpp-python's own is 1.1, and of 49111 it then says 4911. A server that knows no such field and minds is asked
 without."""
 
+LARGEST = 16 << 20  # bytes of an answer of a few dozen tokens
+
 
 @dataclass(frozen=True)
 class Reply:
@@ -39,23 +41,28 @@ class Reply:
 
 
 class Server:
-    """`base` with or without /v1; `model` as the server names it, None = the first it lists."""
+    """`base` with or without /v1; `model` as the server names it, None = the first it lists. `quoting` False: what it
+    says of an error is not kept, since servers repeat the request there.
+    """
 
-    def __init__(self, base: str, model: str | None, timeout: float) -> None:
+    def __init__(self, base: str, model: str | None, timeout: float, quoting: bool = True) -> None:
         if not base.startswith(("http://", "https://")):
             raise ConfigError(f"'{base}' is no http:// or https:// address", "--base-url http://127.0.0.1:8000/v1")
         base = base.rstrip("/")
         self._base = base if base.endswith("/v1") else f"{base}/v1"
-        self._timeout = timeout
+        self._timeout, self._quoting = timeout, quoting
+        self._key = os.environ.get("KVRING_API_KEY", "").strip()
+        if not (self._key.isascii() and self._key.isprintable()):
+            raise ConfigError("KVRING_API_KEY holds what no header may", "set it to the key alone")
         self._greedy: dict[str, Any] = {"temperature": 0, **UNPENALISED}
         self._answered = False
-        listed = self._models()
-        names = [str(entry.get("id")) for entry in listed]
+        listed = self._models(needed=model is None)
+        names = [entry["id"] for entry in listed if isinstance(entry.get("id"), str)]
         self.model = model or (names[0] if names else "")
         if not self.model:
             raise ConfigError("the server lists no model", "--served-model NAME")
         entry = next((entry for entry in listed if entry.get("id") == self.model), {})
-        self.context = _context({**entry, **(entry.get("meta") or {})})
+        self.context = _context({**entry, **_object(entry.get("meta"))})
 
     def ask(self, messages: Sequence[Message], max_tokens: int, **more: Any) -> Reply:
         """Greedy. Whatever goes wrong is a Reply with a fault."""
@@ -75,19 +82,10 @@ class Server:
         began = time.perf_counter()
         try:
             value = self._call("/chat/completions", body)
-            choice, usage = value["choices"][0], value.get("usage") or {}
-            ours = value.get("kvring") or {}
-            return Reply(
-                choice["message"].get("content") or "",
-                choice.get("finish_reason") or "",
-                int(usage.get("prompt_tokens") or 0),
-                ours=bool(ours),
-                hidden_pages=int((ours.get("recall") or {}).get("hidden_pages") or 0),
-                warnings=tuple(ours.get("warnings") or ()),
-                cached=(usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
-                seconds=time.perf_counter() - began,
-            )
-        except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+            if (reply := _reply(value, time.perf_counter() - began)) is None:
+                raise ValueError(f"it answers no chat completion{self._quoted(json.dumps(value).encode())}")
+            return reply
+        except (OSError, ValueError) as error:
             return Reply(fault=f"{type(error).__name__}: {error}"[:300])
 
     def give_up(self, messages: Sequence[Message], max_tokens: int) -> str:
@@ -100,31 +98,96 @@ class Server:
             return f"{type(error).__name__}: {error}"[:300]
         return ""
 
-    def _models(self) -> list[dict[str, Any]]:
+    def _models(self, needed: bool) -> list[dict[str, Any]]:
         try:
-            return [entry for entry in self._call("/models")["data"] if isinstance(entry, dict)]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            listed = _object(self._call("/models")).get("data")
+            if not isinstance(listed, list):
+                raise ValueError("its /models is no list of models")
+            return [entry for entry in listed if isinstance(entry, dict)]
+        except (OSError, ValueError) as error:
+            if not needed and str(error).startswith("HTTP 404"):
+                return []
             raise ConfigError(f"the server doesn't list its models: {error}", "start it, or mend --base-url") from None
 
     def _call(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Raises OSError with what the server said."""
+        """What it answers, as JSON. Raises OSError with what the server said, ValueError where that is no JSON."""
         try:
             with self._open(path, body) as answer:
-                return json.loads(answer.read())
+                said = self._read(answer)
         except urllib.error.HTTPError as error:
-            raise OSError(f"HTTP {error.code}: {error.read()[:200].decode('utf-8', 'replace')}") from None
+            raise OSError(f"HTTP {error.code}{self._said(error)}") from None
         except HTTPException as error:
             raise OSError(f"{type(error).__name__}: {error}") from None
+        try:
+            return json.loads(said)
+        except (ValueError, RecursionError):
+            raise ValueError(f"it answers no JSON{self._quoted(said)}") from None
+
+    def _read(self, answer: Any) -> bytes:
+        """The whole body within the time limit, however slowly it drips."""
+        until, announced, body = time.perf_counter() + self._timeout, answer.length, bytearray()
+        while (announced is None or len(body) < announced) and (part := answer.read1(1 << 16)):
+            body += part
+            if len(body) > LARGEST:
+                raise OSError(f"its answer is longer than {LARGEST >> 20} MiB")
+            if time.perf_counter() > until:
+                raise TimeoutError(f"its answer took longer than {self._timeout:g} s")
+        if announced and len(body) < announced:
+            raise OSError(f"its answer breaks off after {len(body):,} of {announced:,} bytes")
+        return bytes(body)
+
+    def _said(self, error: urllib.error.HTTPError) -> str:
+        try:
+            return self._quoted(error.read(200))
+        except (OSError, HTTPException):
+            return ""
+
+    def _quoted(self, said: bytes) -> str:
+        return f": {said[:200].decode('utf-8', 'replace')}" if self._quoting else ""
 
     def _open(self, path: str, body: dict[str, Any] | None) -> Any:
         headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("KVRING_API_KEY"):
-            headers["Authorization"] = f"Bearer {key}"
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
         data = json.dumps(body).encode() if body is not None else None
         request = urllib.request.Request(self._base + path, data, headers)
         return urllib.request.urlopen(request, timeout=self._timeout)
 
 
+def _reply(value: Any, seconds: float) -> Reply | None:
+    """None where it isn't a chat completion."""
+    value = _object(value)
+    choices, usage, ours = value.get("choices"), _object(value.get("usage")), _object(value.get("kvring"))
+    choice = _object(choices[0] if isinstance(choices, list) and choices else None)
+    message, warnings = choice.get("message"), ours.get("warnings")
+    if not isinstance(message, dict):
+        return None
+    return Reply(
+        _text(message.get("content")),
+        _text(choice.get("finish_reason")),
+        _count(usage.get("prompt_tokens")) or 0,
+        ours=bool(ours),
+        hidden_pages=_count(_object(ours.get("recall")).get("hidden_pages")) or 0,
+        warnings=tuple(map(str, warnings)) if isinstance(warnings, list) else (),
+        cached=_count(_object(usage.get("prompt_tokens_details")).get("cached_tokens")),
+        seconds=seconds,
+    )
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _text(value: Any) -> str:
+    """A string, or the texts of a list of parts."""
+    if isinstance(value, list):
+        return "".join(_text(_object(part).get("text")) for part in value)
+    return value if isinstance(value, str) else ""
+
+
+def _count(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+
+
 def _context(entry: dict[str, Any]) -> int | None:
-    sizes = [entry[name] for name in CONTEXT_FIELDS if isinstance(entry.get(name), int) and entry[name] > 0]
-    return min(sizes, default=None)
+    return min(filter(None, (_count(entry.get(name)) for name in CONTEXT_FIELDS)), default=None)

@@ -36,7 +36,7 @@ def run(context: Context, tokens: int | None = None) -> Report:
     report = Report("suite", environment=context.environment(), blinding_switches=blinding(context.config))
     wanted = tokens or options.length or (QUICK_TOKENS if options.quick else TOKENS)
     tokens = context.fitted(wanted, report)
-    pool = options.budget or max(LEAST_POOL, tokens // SHARE // PAGE * PAGE)
+    pool = options.budget or context.config.kv_capacity or max(LEAST_POOL, tokens // SHARE // PAGE * PAGE)
     if pool < FEWEST * PAGE:
         few = f"a pool of {pool // PAGE} pages leaves none to select beside sink, open, chunk, recent and working ones"
         raise ConfigError(few, f"--budget {FEWEST * PAGE} or more")
@@ -102,7 +102,7 @@ def _run(context: Context, exam: Exam, short: Exam | None, pool: int, arms: Arms
     dense = ArmSpec("dense", "shown", plain("exact" if short else prefill, decode="exact"), where="whole")
     specs = [
         ArmSpec("exact", "shown", plain(prefill, decode="exact"), where="small"),
-        ArmSpec("recall", "shown", plain(prefill), where="small"),
+        ArmSpec("recall", "shown", plain(prefill), where="small", explains=True),
         ArmSpec("recall off", "shown", plain(prefill, decode="window"), where="small"),
         ArmSpec("newest pages", "shown", plain(prefill, control="newest"), where="small", quick=False),
         ArmSpec("random pages", "shown", plain(prefill, control="random"), where="small", quick=False),

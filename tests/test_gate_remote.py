@@ -13,6 +13,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from gates import registry
 from gates.black_box import run
 from gates.black_box_agreement import TIE, against, answered
 from gates.context import Context
@@ -36,6 +37,8 @@ class Fake(BaseHTTPRequestHandler):
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if isinstance(self.fault, bytes):
+            return self._drip(self.fault)
         text = "\n".join(message["content"] for message in body["messages"])
         if self.fault == "strict" and "repeat_penalty" in body:
             return self._send({"error": "unknown field repeat_penalty"}, 422)
@@ -67,6 +70,12 @@ class Fake(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
+
+    def _drip(self, raw):
+        """As it is; at each NUL a pause."""
+        for part in raw.split(b"\0"):
+            self.wfile.write(part)
+            time.sleep(0.2 if b"\0" in raw else 0)
 
     def log_message(self, *_):
         pass
@@ -188,6 +197,46 @@ def test_agreement_refuses_to_compare_another_model(fake, local):
 
 def test_a_server_that_minds_a_field_it_does_not_know_is_asked_without(fake):
     assert ask(fake("strict"), length=4_000).verdict == "PASS"
+
+
+HTTP = b"HTTP/1.0 200 OK\r\n"
+ODD = '{"choices": [{"message": {"content": %s}}], "usage": {"prompt_tokens": %s}, "kvring": [], "error": "%s"}'
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (HTTP + b"\r\n<!doctype html><h1>Gateway</h1>", "no JSON: <!doctype html>"),
+        (HTTP + b'\r\n{"choices": [{"mess', "no JSON"),
+        (HTTP + b"\r\n" + b"[" * 100_000, "no JSON"),
+        (HTTP + b"Content-Length: 900\r\n\r\n{}", "breaks off after 2 of 900 bytes"),
+        (HTTP + b"\r\n" + b" " * (17 << 20), "longer than 16 MiB"),
+        (HTTP + b"\r\n" + b" \0" * 20, "took longer than 1 s"),
+        (b"HTTP/1.0 500 Oops\r\nContent-Length: 900\r\n\r\nboom", "HTTP 500: boom"),
+        (b"not http at all\r\n", "BadStatusLine"),
+        (HTTP + b"\r\nnull", "no chat completion"),
+        (HTTP + b'\r\n{"choices": [{"message": 1}]}', "no chat completion"),
+    ],
+)
+def test_what_is_no_answer_is_a_fault_that_says_why(answer, why, fake):
+    server = fake(answer)
+    server._timeout = 1.0
+    assert why in server.ask([{"role": "user", "content": "?"}], 4).fault
+
+
+@pytest.mark.parametrize(
+    ("content", "count", "text"), [("5", '"many"', ""), ('[{"text": "a"}, 3]', "1e999", "a"), ("null", "-4", "")]
+)
+def test_odd_fields_of_an_answer_are_passed_over(content, count, text, fake):
+    reply = fake(HTTP + b"\r\n" + (ODD % (content, count, "")).encode()).ask([], 4)
+    assert (reply.text, reply.prompt_tokens, reply.fault, reply.ours) == (text, 0, "", False)
+
+
+def test_a_servers_words_of_an_error_are_left_out_beside_the_users_own_text(fake):
+    server = fake(b"HTTP/1.0 422 No\r\n\r\n{'input': 'my secret story'}")
+    assert "secret" in server.ask([], 4).fault
+    beside = registry.server(server._base, None, GateOptions(haystack="story.txt"))
+    assert beside.ask([], 4).fault == "OSError: HTTP 422"
 
 
 def test_a_conversation_that_the_server_has_read_before_is_not_taken_for_a_cold_one(fake):

@@ -10,10 +10,13 @@ from xml.etree import ElementTree
 
 import pytest
 
+from engine.errors import KVRingError
 from gates.html import to_html
 from gates.junit import to_junit
 from gates.verdict import SCHEMA, Arm, Check, Outcome, Report, to_json, worst
 from kvring_cli.app import call
+from kvring_cli.files import check_writable, write
+from kvring_cli.gate_files import to_send
 from tests.models import phantom_folder
 
 
@@ -95,6 +98,7 @@ def test_the_worst_verdict_stands_for_all():
 def test_a_report_names_neither_user_nor_path(tmp_path, capsys):
     files = {kind: tmp_path / f"report.{kind}" for kind in ("json", "html", "junit")}
     flags = [part for kind, file in files.items() for part in (f"--{kind}", str(file))]
+    flags += ["--device-profile-path", str(tmp_path / "mine")]
     assert call(["gate", "fits", "-m", str(phantom_folder()), "--quick", "--sink", "128", *flags]) == 0
     assert "fits: PASS" in capsys.readouterr().out
     for file in files.values():
@@ -102,7 +106,68 @@ def test_a_report_names_neither_user_nor_path(tmp_path, capsys):
         for secret in (str(Path.home()), str(tmp_path), str(phantom_folder().parent), f"/{getpass.getuser()}/"):
             assert secret not in text
     command = json.loads(files["json"].read_text())["command"]
-    assert command == f"kvring gate fits --model {phantom_folder().name} --quick --sink 128"
+    assert command == f"kvring gate fits --model {phantom_folder().name} --quick --sink 128 --device-profile-path PATH"
+
+
+def test_what_a_server_or_an_error_told_of_a_place_stays_here():
+    fault = "OSError: HTTP 500: no /home/anna/models/x.gguf for anna"
+    arms = [Arm("long document", "keyed", "positive", [outcome(False, said=fault)], note=fault)]
+    sent = to_send(Report("suite", arms, [Check("server", False, f"it ended: {fault}")], notes=[fault]).judge())
+    text = to_html([sent], "") + to_junit([sent]) + json.dumps(to_json([sent], ""))
+    assert "HTTP 500: no <path> for" in text and "/home" not in text and "x.gguf" not in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["fits", "--tasks", "keyed"], "--tasks changes nothing of fits"),
+        (["multi-needle", "fits", "--grid"], "long-problem would"),
+        (["fits", "--haystack", "missing.txt"], "--haystack changes nothing"),
+        (["multi-needle", "--served-model", "x"], "--base-url"),
+        (["suite", "--base-url", "http://127.0.0.1:9", "--budget", "512"], "--budget changes nothing of suite with"),
+        (["suite", "--budget", "512", "--kv-capacity", "1024"], "leave one out"),
+        (["multi-needle", "--length", "0"], "--length 0 is no length"),
+        (["suite", "--budget", ""], "not a number of tokens"),
+    ],
+)
+def test_a_flag_that_no_gate_would_read_is_bad_usage(flags, said, capsys):
+    assert call(["gate", *flags]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_report_takes_no_other_files_place(tmp_path, capsys):
+    story, link = tmp_path / "story.txt", tmp_path / "link"
+    story.write_text("Once upon a time.")
+    link.symlink_to(story)
+    one = str(tmp_path / "report")
+    for flags in (["--json", one, "--html", f"{tmp_path}/./report"], ["--haystack", str(story), "--junit", str(link)]):
+        assert call(["gate", "perplexity", *flags]) == 1
+    err = capsys.readouterr().err
+    assert "--json and --html are the same file" in err and "would overwrite what --haystack reads" in err
+    assert story.read_text() == "Once upon a time." and sorted(tmp_path.iterdir()) == [link, story]
+
+
+def test_a_report_is_written_whole_or_the_one_before_it_stays(tmp_path, monkeypatch):
+    real, link = tmp_path / "real.json", tmp_path / "link.json"
+    link.symlink_to(real)
+    check_writable("--json", str(link))
+    assert link.is_symlink() and not real.exists()
+    write("--json", str(link), "a name of \udcff bytes")
+    real.chmod(0o640)
+    assert link.is_symlink() and real.read_text() == "a name of \\udcff bytes"
+    monkeypatch.setattr("os.fsync", lambda file: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(KVRingError, match="No space left"):
+        write("--json", str(link), "half")
+    assert real.read_text().startswith("a name") and [*tmp_path.glob("*.part")] == []
+    monkeypatch.undo()
+    write("--json", str(link), "second")
+    assert real.read_text() == "second" and real.stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "missing/report"])
+def test_a_path_that_cannot_be_is_refused_before_the_work(name, tmp_path):
+    with pytest.raises(KVRingError, match="can't be written"):
+        check_writable("--json", str(tmp_path / name))
 
 
 @pytest.mark.parametrize("flag", ["--json", "--html", "--junit"])

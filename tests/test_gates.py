@@ -106,6 +106,15 @@ def test_the_interval_is_the_exact_one(trials, data):
     assert high == 1.0 if hits == trials else abs(chance(high, range(hits + 1)) - 0.025) < 1e-6
 
 
+def test_thousands_of_trials_have_an_interval_too():
+    """Oracle: the closed forms. `--seeds 100` of twelve questions is more than C(n, k) in a float can count."""
+    low, high = clopper_pearson(3000, 3000)
+    assert abs(low - 0.025 ** (1 / 3000)) < 1e-9 and high == 1.0
+    low, high = clopper_pearson(600, 1200)
+    assert abs(low + high - 1) < 1e-9 and 0.47 < low < 0.475
+    assert abs(sign_test(600, 600) - 0.5 - comb(1200, 600) / 2**1201) < 1e-9
+
+
 @given(st.integers(1, 12), st.integers(1, 12), st.data())
 def test_the_exact_test_of_two_rates_counts_the_ways_they_can_fall(trials, others, data):
     """Oracle: every way of dealing that many hits over both."""

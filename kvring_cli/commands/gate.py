@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from dataclasses import fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from engine.errors import ConfigError
-from engine.switches import SETTINGS
 from engine.units import parse_tokens
 from kvring_cli import console
-from kvring_cli.files import as_json, check_writable, write
+from kvring_cli.files import check_reports
+from kvring_cli.gate_files import repeat, to_send, write_all
 from kvring_cli.options import Flags, Verbose, engine_options
 
 if TYPE_CHECKING:
-    from engine.switches import Resolved
     from gates.options import GateOptions
     from gates.verdict import Report
 
@@ -82,19 +79,20 @@ def gate(
         raise console.BadUsage("there is no gate to run", f"one of {', '.join(registry.GATES)}, or {registry.ALL}")
     try:
         names = registry.known(names, outside=bool(base_url))
-        tokens, pool = (parse_tokens(text) if text else None for text in (length, budget))
+        tokens, pool = (_tokens(flag, text) for flag, text in (("--length", length), ("--budget", budget)))
     except ConfigError as error:
         raise console.BadUsage(error.message, error.fix) from None
-    files = {"--json": report, "--html": html, "--junit": junit}
-    for flag, path in files.items():
-        if path is not None:
-            check_writable(flag, path)
     some = tuple(filter(None, (tasks or "").replace(" ", "").split(",")))
     options = GateOptions(quick, seeds, grid, tokens, pool, some, haystack, timeout)
+    _refuse_unread(names, options, bool(base_url), served_model)
+    if pool and flags["kv_capacity"] is not None:
+        raise console.BadUsage("--budget and --kv-capacity both say how large the pool is", "leave one out")
+    files = {"--json": report, "--html": html, "--junit": junit}
+    check_reports(files, {"--haystack": haystack, "--model": model})
     server = registry.server(base_url, served_model, options) if base_url else None
     inside = server is None or registry.LOCAL in names
     resolved = settle(model, flags, verbose) if inside else None
-    again = repeat(names, model, options, resolved, server is not None)
+    again = repeat(names, model, options, resolved, server)
     reports: list[Report] = []
     for name in names:
         with GateProgress(name) as progress:
@@ -105,10 +103,31 @@ def gate(
                 found = registry.run_gate(name, resolved.config, options, progress)
         if reports:
             console.write("\n")
-        reports.append(found)
         show(found)
-        _write_all(files, reports, again)  # after each, so that what a later one breaks off is not lost
+        reports.append(to_send(found))
+        write_all(files, reports, again)  # after each, so that what a later one breaks off is not lost
     raise typer.Exit(EXIT[worst(reports)])
+
+
+def _tokens(flag: str, text: str | None) -> int | None:
+    tokens = None if text is None else parse_tokens(text)
+    if tokens == 0:
+        raise ConfigError(f"{flag} 0 is no length", f"leave {flag} out for the gate's own")
+    return tokens
+
+
+def _refuse_unread(names: list[str], options: GateOptions, served: bool, served_model: str | None) -> None:
+    """BadUsage for what was given and none of these gates would read."""
+    from gates.registry import readers
+
+    if served_model is not None and not served:
+        raise console.BadUsage("--served-model names a model of a server", "give its address too: --base-url URL")
+    for field in fields(options):
+        able = readers(field.name, served)
+        if getattr(options, field.name) != field.default and not set(able).intersection(names):
+            there = " with --base-url" if served else ""
+            fix = f"leave it out; {', '.join(able)} would{there}" if able else f"leave it out{there}"
+            raise console.BadUsage(f"--{field.name} changes nothing of {', '.join(names)}{there}", fix)
 
 
 def show(report: Report) -> None:
@@ -183,42 +202,3 @@ class GateProgress:
         if what != self._last and not console.err().is_terminal:
             console.say(what, "dim")
         self._last = what
-
-
-def repeat(names: list[str], model: str, options: GateOptions, resolved: Resolved | None, served: bool = False) -> str:
-    """The command that runs these gates again; files and folders by their last name only. `resolved` None: no engine
-    of our own took part."""
-    words = ["kvring", "gate", *names, *(["--base-url", "URL"] if served else [])]
-    words += [*(["--model", Path(model).name] if resolved else []), *option_words(options)]
-    for setting in SETTINGS if resolved else ():
-        value = resolved.sources[setting.field].value
-        if value != setting.default:
-            shown = f"{value}B" if setting.field.endswith("_bytes") else str(value)
-            switch = [setting.flag] if value is True else [f"--no-{setting.flag[2:]}"]
-            words += switch if setting.boolean else [setting.flag, shown]
-    return shlex.join(words)
-
-
-def option_words(options: GateOptions) -> list[str]:
-    words: list[str] = []
-    for field in fields(options):
-        value = getattr(options, field.name)
-        if value != field.default:
-            shown = ",".join(value) if isinstance(value, tuple) else str(value)
-            words += [f"--{field.name}"] if value is True else [f"--{field.name}", Path(shown).name]
-    return words
-
-
-def _write_all(files: dict[str, str | None], reports: list[Report], command: str) -> None:
-    from gates.html import to_html
-    from gates.junit import to_junit
-    from gates.verdict import to_json
-
-    makers = {
-        "--json": lambda: as_json(to_json(reports, command)),
-        "--html": lambda: to_html(reports, command),
-        "--junit": lambda: to_junit(reports),
-    }
-    for flag, path in files.items():
-        if path is not None:
-            write(flag, path, makers[flag]())
