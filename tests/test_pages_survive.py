@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,6 +12,7 @@ from engine.config import RecallParams, SamplingParams
 from engine.errors import EngineError, KVRingError, OutOfMemoryError
 from engine.kv.host import HostStore
 from engine.kv.transfer import Transfer
+from engine.recall.digest import encode_keys
 from engine.result import AuditError, Progress, Token
 
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
@@ -183,3 +185,15 @@ def test_a_prepared_prompt_is_used_once_and_a_closed_engine_refuses(make_engine)
     engine.close()
     with pytest.raises(KVRingError, match="closed"):
         engine.complete(engine.prepare("The river", SHORT))
+
+
+def test_shuffled_pages_keep_the_digests_of_what_stood_there(make_engine, words):
+    """An exact prefill scores nothing; digests that were made after the shuffle led the control to the moved bytes."""
+    engine = make_engine()
+    engine.complete(engine.prepare(words(3000), SamplingParams(max_tokens=1), RecallParams("exact")))
+    pages, runner = np.array(engine._prefix.pages()), engine._runner
+    wanted = [encode_keys(runner.host.data[pages, layer, 0])[0] for layer in range(runner.host.shape.layers)]
+    engine.shuffle_checkpoints(0)
+    for layer, codes in enumerate(wanted):
+        assert torch.equal(runner.digests.read_codes(layer, pages)[0].transpose(0, 1), codes)
+        assert not torch.equal(encode_keys(runner.host.data[pages, layer, 0])[0], codes)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from engine.config import PAGE, SLACK, EngineConfig
 from engine.errors import ConfigError
 from engine.kv.page import KVShape, page_count
-from engine.units import GIB, format_bytes
+from engine.units import GIB, MIB, format_bytes
 
 WORKING = 4
 """Pages beyond the window: room to bring pages in before others go."""
@@ -101,6 +101,10 @@ class Capacity:
     def device_bytes(self) -> int:
         kept = self.weight_bytes + self.pool_bytes + self.digest_bytes + self.tail_bytes
         return kept + self.staging_bytes + self.workspace_bytes
+
+
+PRODUCT_BYTES = 64 * MIB
+"""Of one matrix product on a card: a slice of packed weights in 16 bits."""
 
 
 def activation_bytes(hidden: int, ffn: int, heads: int, head_dim: int, element: int) -> int:
@@ -225,7 +229,7 @@ def plan_capacity(
         notes=tuple(notes),
         host_reason=host_reason,
         tail_bytes=tail_bytes,
-        workspace_bytes=chunk * token_bytes,
+        workspace_bytes=chunk * token_bytes + PRODUCT_BYTES if token_bytes else 0,
         snapshot_bytes=snapshot_bytes,
         kv=shape.form.dtype.name,
     )

@@ -8,7 +8,6 @@ last bit to be 1: the float 2^n + code, in two instructions. What was added is t
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -216,7 +215,7 @@ def multiply(x: Tensor, matrix: Packed, out: Tensor) -> None:
         multiply_few(x, matrix, out)
         return
     for rows in matrix.slices():
-        out[:, rows] = F.linear(x, dequantise(matrix.part(rows)))
+        torch.mm(x, dequantise(matrix.part(rows)).T, out=out[:, rows])
 
 
 def rows_of(matrix: Packed, index: Tensor) -> Tensor:
