@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
-from engine.files import check_folder, write_whole
+from engine.files import cache_folder, check_folder, write_whole
 from engine.routes import Bands
 
 VERSION = 1
@@ -56,12 +56,10 @@ class Found:
 
 def user_file(environ: Mapping[str, str] | None = None, path: str | None = None) -> Path:
     """Where this user's rows lie: `path`, the switch (a file, or a folder), else the platform's cache folder."""
-    import platformdirs
-
     text = path or (os.environ if environ is None else environ).get(SWITCH, "").strip(" \t\r\n\"'")
     if not text:
-        return platformdirs.user_cache_path("kvring") / FILE
-    chosen = Path(text).expanduser()
+        return cache_folder() / FILE
+    chosen = Path(os.path.expanduser(text))
     return chosen if chosen.suffix.lower() in (".yaml", ".yml") else chosen / FILE
 
 

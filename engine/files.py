@@ -1,4 +1,4 @@
-"""Files written whole or not at all, whenever the process ends; folders that are tried before the work."""
+"""Files written whole or not at all, whenever the process ends; folders tried before the work; the user's own one."""
 
 from __future__ import annotations
 
@@ -9,6 +9,23 @@ from pathlib import Path
 from uuid import uuid4
 
 from engine.errors import ConfigError
+
+
+def cache_folder() -> Path:
+    """Where this user's measurements, models and kernels are kept, by the platform's rules.
+
+    ConfigError for a user that has no home, as in a container that was started as one it doesn't know.
+    """
+    import platformdirs
+
+    fix = "XDG_CACHE_HOME=a folder that can be written, or HOME"
+    try:
+        path = platformdirs.user_cache_path("kvring")
+    except RuntimeError:
+        path = Path()
+    if not path.is_absolute():  # older platformdirs leave the ~ in it
+        raise ConfigError("this user has no home folder, so there is none for kvring's cache", fix)
+    return path
 
 
 def check_folder(folder: Path, fix: str) -> None:

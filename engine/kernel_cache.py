@@ -17,6 +17,8 @@ from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
+from engine.files import cache_folder
+
 VARIABLE = "TRITON_CACHE_DIR"
 _OURS = "KVRING_TRITON_CACHE"
 """Set beside it where the folder is ours, for child processes and `discard`."""
@@ -36,11 +38,9 @@ def versions() -> tuple[str, str, str]:
 
 def folder(capability: tuple[int, int], root: Path | None = None) -> Path:
     """One for each capability and set of versions; short, for Windows' limit on paths."""
-    import platformdirs
-
     kvring, torch, triton = versions()
     name = f"{kvring}-torch{torch}-triton{triton}-sm{capability[0]}{capability[1]}"
-    return (root or platformdirs.user_cache_path("kvring")) / "triton" / re.sub(r"[^\w.-]", "_", name)
+    return (root or cache_folder()) / "triton" / re.sub(r"[^\w.-]", "_", name)
 
 
 def point(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated, Any
 
@@ -74,6 +75,7 @@ def _root(
 def call(arguments: list[str]) -> int:
     """Run one command line; the exit code: 0, 1 for an error, 2 for bad usage, 130 when interrupted."""
     try:
+        _stand_somewhere()
         result = app(args=arguments, prog_name="kvring", standalone_mode=False)
     except KVRingError as error:
         console.report(error)
@@ -90,6 +92,14 @@ def call(arguments: list[str]) -> int:
     if result == INTERRUPTED:
         console.say("interrupted")
     return result if isinstance(result, int) else 0
+
+
+def _stand_somewhere() -> None:
+    """Refuse a working folder that was deleted meanwhile: torch's libraries end the process there, without a reason."""
+    try:
+        os.getcwd()
+    except OSError:
+        raise KVRingError("the folder that this was started in is gone", "cd to one that exists") from None
 
 
 def _importing(error: BaseException) -> bool:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import ModelError
+from engine.files import cache_folder
 from engine.units import MIB, format_bytes
 
 PHANTOM = "phantom"
@@ -82,11 +83,9 @@ CATALOGUE = {
 }
 
 
-def cache_folder() -> Path:
-    """Where pulled models lie: the user's cache, by the platform's own rules."""
-    import platformdirs
-
-    return platformdirs.user_cache_path("kvring") / "models"
+def models_folder() -> Path:
+    """Where pulled models lie."""
+    return cache_folder() / "models"
 
 
 def resolve(name: str) -> Path:
@@ -94,7 +93,7 @@ def resolve(name: str) -> Path:
     if name == PHANTOM:
         return _phantom()
     if name in CATALOGUE:
-        path = cache_folder() / CATALOGUE[name].file
+        path = models_folder() / CATALOGUE[name].file
         if not path.exists():
             raise ModelError(f"model '{name}' is not on this machine", f"kvring pull {name}")
         return path
@@ -104,7 +103,7 @@ def resolve(name: str) -> Path:
         shape_of(name)
         return Path(name)
     with contextlib.suppress(OSError, ValueError):  # a prompt, say: too long for a path
-        path = Path(name).expanduser()
+        path = Path(os.path.expanduser(name))
         if name and path.exists():
             return path
     names = [PHANTOM, *CATALOGUE]
@@ -129,7 +128,7 @@ def pull(name: str, report: Callable[[str], None] = lambda line: None) -> Path:
             f"there is no model '{name}' to pull", f"names: {', '.join(CATALOGUE)}; try kvring pull {near[0]}"
         )
     model = CATALOGUE[name]
-    folder = cache_folder()
+    folder = models_folder()
     target = folder / model.file
     if target.exists() and sha256(target) == model.sha256:
         report(f"{target} is there already")

@@ -21,7 +21,7 @@ from engine.model.load import load_model
 from engine.model.transformer import Transformer
 from engine.text.chat import ChatTemplate
 from engine.text.tokenizer import Tokenizer
-from kvring_cli.models import CATALOGUE, cache_folder, resolve
+from kvring_cli.models import CATALOGUE, models_folder, resolve
 
 VOCAB = 320  # rows of the embedding: more than the tokenizer has tokens, as in real models
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -79,7 +79,7 @@ def phantom_folder() -> Path:
 
 def smollm2_file() -> Path:
     """The SmolLM2 GGUF from KVRING_SMOLLM2 or the cache; skips where it was never pulled."""
-    path = Path(os.environ.get("KVRING_SMOLLM2") or cache_folder() / CATALOGUE["smollm2-135m"].file)
+    path = Path(os.environ.get("KVRING_SMOLLM2") or models_folder() / CATALOGUE["smollm2-135m"].file)
     if not path.exists():
         pytest.skip("SmolLM2 is not on this machine: kvring pull smollm2-135m")
     return path
@@ -87,7 +87,7 @@ def smollm2_file() -> Path:
 
 def gemma_file() -> Path:
     """The Gemma 3 270M GGUF from KVRING_GEMMA3 or the cache; skips where it was never pulled."""
-    path = Path(os.environ.get("KVRING_GEMMA3") or cache_folder() / CATALOGUE["gemma3-270m"].file)
+    path = Path(os.environ.get("KVRING_GEMMA3") or models_folder() / CATALOGUE["gemma3-270m"].file)
     if not path.exists():
         pytest.skip("Gemma 3 is not on this machine: kvring pull gemma3-270m")
     return path

@@ -267,3 +267,13 @@ def test_ctrl_c_while_the_command_is_imported_prints_no_trace():
     code += "from kvring_cli.__main__ import main\nmain()"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows keeps a folder that somebody stands in")
+def test_a_working_folder_that_is_gone_is_refused_before_torch_ends_the_process(tmp_path, monkeypatch, capsys):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert call(["doctor"]) == 1
+    assert capsys.readouterr().err == "error: the folder that this was started in is gone\nfix: cd to one that exists\n"

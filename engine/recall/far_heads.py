@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from engine.errors import ConfigError
-from engine.files import write_whole
+from engine.files import cache_folder, write_whole
 
 SCHEMA = "kvring.far-heads/1"
 FAR = 0.3
@@ -104,9 +104,7 @@ def far_heads(
 
 def looks_file(digest: str, folder: Path | None = None) -> Path:
     """Where the measurement of the model with this digest is kept: in `folder`, else in the user's cache."""
-    import platformdirs
-
-    return (folder or platformdirs.user_cache_path("kvring") / "heads") / f"{digest[:32]}.json"
+    return (folder or cache_folder() / "heads") / f"{digest[:32]}.json"
 
 
 def write_looks(looks: np.ndarray, digest: str, origin: str, folder: Path | None = None) -> Path:
@@ -119,15 +117,21 @@ def write_looks(looks: np.ndarray, digest: str, origin: str, folder: Path | None
 
 
 def read_looks(digest: str, shape: tuple[int, int], folder: Path | None = None) -> np.ndarray | None:
-    """float [layer, kv_head] of a model, None if it was not measured. ConfigError for a file that is damaged."""
+    """float [layer, kv_head] of a model, None if it was not measured, or another's cache holds it and keeps it shut.
+    ConfigError for a file that is damaged.
+    """
     path = looks_file(digest, folder)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+    except OSError:
+        return None
+    except UnicodeError:
+        text = ""
+    try:
+        found = json.loads(text)
         looks = np.asarray(found["looks"], dtype=np.float64)
         whole = found["schema"] == SCHEMA and found["model"] == digest and looks.shape == shape
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         whole = False
     if not whole or not np.isfinite(looks).all():
         raise ConfigError(f"{path} is no measurement of this model's head groups", "delete it, or kvring heads again")

@@ -41,12 +41,15 @@ def _profile(facts: Facts, environ: Mapping[str, str], resolved: Resolved) -> Fi
     count = (gpu.multiprocessors or 0) if gpu else facts.cpu.processors
     if hardware is None:
         return Finding("device profile", "unknown", "the card's capability can't be read", "NINFER_AGENT_CC")
-    file = user_file(environ, resolved.config.device_profile_path)
+    try:
+        file = user_file(environ, resolved.config.device_profile_path)
+    except ConfigError as error:
+        return Finding("device profile", "fail", error.message, error.fix)
     found = look_up(hardware, count, file)
     name = f"{hardware}, {count} {'SMs' if gpu else 'processors'}"
     if found.troubles:
         detail = f"{name}: {found.source}; passed over {'; '.join(found.troubles)}"
-        return Finding("device profile", "warn", detail, f"kvring calibrate writes {file} anew")
+        return Finding("device profile", "warn", detail, f"kvring calibrate writes {file} anew, or says why it can't")
     if found.profile is None:
         detail = f"{name}: none, the compiled-in routes serve"
         return Finding("device profile", "warn", detail, "kvring calibrate measures one")

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import ConfigError, OutOfMemoryError
+from engine.files import cache_folder
 from engine.switches import SETTINGS
 from kvring_cli.models import PHANTOM
 from kvring_cli.receipt.redact import HIDDEN, is_plain, redact_argv
@@ -33,9 +34,7 @@ _TELLING = (ConfigError, OutOfMemoryError)  # whose messages are made of setting
 
 
 def folder() -> Path:
-    import platformdirs
-
-    return platformdirs.user_cache_path("kvring") / "starts"
+    return cache_folder() / "starts"
 
 
 class Record:
