@@ -118,8 +118,11 @@ def _not_imported(error: BaseException) -> KVRingError:
 
 
 def _not_written(error: BaseException) -> KVRingError:
-    """A full disk behind stdout or --output."""
-    return KVRingError(f"writing failed: {getattr(error, 'strerror', None) or error}", "check where the output goes")
+    """A full disk behind stdout or --output; or a file, which is named then."""
+    name, why = getattr(error, "filename", None), getattr(error, "strerror", None) or error
+    if name:
+        return KVRingError(f"{name}: {why}", "check that path and its permissions")
+    return KVRingError(f"writing failed: {why}", "check where the output goes")
 
 
 def _bad_usage(error: Any) -> int:

@@ -114,6 +114,17 @@ def test_no_driver_at_all_is_no_card_and_not_a_fault():
     assert read_cards(None, no_smi)[1].trouble == NO_DRIVER
 
 
+def test_a_folder_of_the_path_that_is_shut_is_no_broken_driver(tmp_path, monkeypatch):
+    """Starting a program that is nowhere says "permission denied" where such a folder was searched."""
+
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(subprocess, "run", refuse)
+    assert read_cards(None)[1].trouble == NO_DRIVER
+
+
 @pytest.mark.parametrize(
     ("text", "code"),
     [

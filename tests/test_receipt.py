@@ -202,6 +202,14 @@ def test_a_damaged_record_is_passed_over(home, resolved, damage):
     assert last()["pid"] == os.getpid()
 
 
+def test_a_folder_that_is_another_users_holds_no_record(home, monkeypatch):
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "glob", refuse)
+    assert last() is None
+
+
 def test_who_wants_no_record_has_none(home, resolved, monkeypatch):
     monkeypatch.setenv("KVRING_RECORD", "0")
     Record(resolved, ["serve", "phantom"]).request("req#1")

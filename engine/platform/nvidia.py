@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shutil
 import subprocess
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,6 +34,8 @@ _MODELS = {0: "WDDM", 1: "TCC", 2: "MCDM"}
 
 def run_quietly(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """OSError where there is no such program; a hung driver ends in TimeoutExpired."""
+    if shutil.which(command[0]) is None:  # to start it says "permission denied" where a folder of PATH is shut
+        raise FileNotFoundError(command[0])
     return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=20)
 
 

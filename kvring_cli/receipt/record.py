@@ -111,7 +111,9 @@ def _newest_first() -> list[Path]:
             return -file.stat().st_mtime
         return 0.0
 
-    return sorted(folder().glob("*.json"), key=age)
+    with contextlib.suppress(OSError):  # another user's, who keeps it shut
+        return sorted(folder().glob("*.json"), key=age)
+    return []
 
 
 def shown_settings(resolved: Resolved) -> dict[str, list[Any]]:
