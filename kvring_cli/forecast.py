@@ -69,9 +69,13 @@ def rates_here(facts: Facts, environ: Mapping[str, str], *, cpu: bool) -> tuple[
     name = gpu.hardware_class if gpu else facts.cpu.hardware_class
     count = (gpu.multiprocessors or 0) if gpu else facts.cpu.processors
     found = look_up(name or "unknown", count, user_file(environ))
-    if found.profile is None or not found.profile.rates:
+    source, row = found.source, found.profile
+    if row is None or not row.rates:  # the user's own may have routes only
+        matching = (row for row in built_in() if row.rates and row.matches(name or "unknown", count))
+        source, row = "built-in", next(matching, None)
+    if row is None:
         return {}, f"no rates of {name} are known: kvring calibrate measures them"
-    return found.profile.rates, f"{found.source} profile of {name} ({found.profile.origin})"
+    return row.rates, f"{source} profile of {name} ({row.origin})"
 
 
 def rates_of_card(card: CardFacts) -> tuple[Mapping[str, Bands], str]:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.config import EngineConfig
-from engine.device_profile import DeviceProfile, built_in
+from engine.device_profile import DeviceProfile, built_in, save
 from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.model.load import load_model
@@ -276,6 +276,14 @@ def test_a_slower_card_takes_no_longer_to_launch(launch, rate, ratio, count):
     for size in sizes:
         fixed = launch if count > 1 else launch / ratio
         assert seconds(scaled, size) == pytest.approx(fixed + size / rate / ratio, rel=1e-6)
+
+
+def test_a_first_start_that_kept_routes_only_leaves_the_built_in_rates_in_force(tmp_path):
+    facts, environ = linux_server(), {"NINFER_DEVICE_PROFILES": str(tmp_path / "mine.yaml")}
+    before, _ = forecasts.rates_here(facts, environ, cpu=False)
+    save(DeviceProfile("nvidia-h200-sm90", 132, "routes", {"page_scores": ((64, 8),)}), tmp_path / "mine.yaml")
+    rates, origin = forecasts.rates_here(facts, environ, cpu=False)
+    assert rates == before and rates and "built-in" in origin
 
 
 def test_without_a_measured_card_there_are_no_times(monkeypatch):
