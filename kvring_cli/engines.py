@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from engine.config import PAGE, SLACK
-from engine.platform import Facts, Gpu
+from engine.platform import Driver, Facts, Gpu
 from engine.platform.facts import parse_capability
 from engine.platform.nvidia import NO_DRIVER
 from engine.units import GIB
@@ -72,6 +72,11 @@ def pick_engine(facts: Facts, environ: Mapping[str, str], *, triton_kernels: boo
     if gpu.capability is None:
         return _unreadable(gpu.name, "the driver does not say its compute capability")
     return _for_card(facts, gpu, has_triton_kernels() if triton_kernels is None else triton_kernels, bool(pretended))
+
+
+def without_cards(facts: Facts) -> Facts:
+    """As `--device cpu` takes a machine: its cards are none of its business, nor is a driver that doesn't answer."""
+    return replace(facts, gpus=(), driver=Driver(trouble=NO_DRIVER))
 
 
 def has_triton_kernels() -> bool:

@@ -14,7 +14,7 @@ import pytest
 import engine.platform
 import kvring_cli.commands.doctor
 import kvring_cli.commands.serve
-from engine.platform import TorchBuild
+from engine.platform import Driver, TorchBuild
 from gates import smoke
 from kvring_cli.app import call
 from kvring_cli.commands.launch import serve_line
@@ -109,6 +109,19 @@ def test_a_card_that_torch_cannot_use_ends_it(machine, capsys):
     seen = machine(windows_pc(torch=TorchBuild("2.8.0+cpu")))
     assert call(["launch", *SIZES]) == 1
     assert "download.pytorch.org" in capsys.readouterr().err and not seen.served
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [windows_pc(torch=TorchBuild("2.8.0+cpu")), laptop(driver=Driver(trouble="Driver/library version mismatch"))],
+    ids=["torch without CUDA", "a driver that doesn't answer"],
+)
+def test_who_asks_for_the_cpu_is_not_stopped_by_a_card(machine, facts, capsys):
+    seen = machine(facts)
+    assert call(["launch", "--device", "cpu", "--port", "0", "--no-smoke", *SIZES]) == 0 and len(seen.served) == 1
+    assert call(["plan", "phantom", "--device", "cpu"]) == 0 and "torch-cpu" in capsys.readouterr().out
+    if not facts.gpus:
+        assert call(["plan", "phantom"]) == 1 and "could not be asked" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

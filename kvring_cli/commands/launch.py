@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -55,6 +54,7 @@ def launch(
     """Check this machine, choose the engine, plan, try, then serve. Or write a script to double-click."""
     from engine.platform import gather
     from kvring_cli import models, scripts
+    from kvring_cli.engines import without_cards
 
     if write is not None:
         scripts.check(Path(write))
@@ -64,8 +64,10 @@ def launch(
     if model == models.PHANTOM:
         console.say("note: phantom only looks things up, to prove the engine; give MODEL for one that converses")
     facts = gather()
+    if flags.get("device") == "cpu":
+        facts = without_cards(facts)
     _examine(facts, flags, port)
-    choice = _pick(facts, flags)
+    choice = _pick(facts)
     line = serve_line(choice, model, profile, flags, os.environ)
     _plan(path, facts, line)
     line += ["--port", str(port), *(options or [])]
@@ -130,13 +132,9 @@ def _examine(facts: Facts, flags: Flags, port: int) -> None:
             console.warn(f"{finding.name}: {finding.detail}")
 
 
-def _pick(facts: Facts, flags: Flags) -> Choice:
-    from engine.platform import Driver
-    from engine.platform.nvidia import NO_DRIVER
+def _pick(facts: Facts) -> Choice:
     from kvring_cli.engines import pick_engine
 
-    if flags.get("device") == "cpu":
-        facts = replace(facts, gpus=(), driver=Driver(trouble=NO_DRIVER))
     choice = pick_engine(facts, os.environ)
     if choice.exit_code:
         console.report(KVRingError(f"pick-engine: {choice.reason}", choice.fix))

@@ -55,7 +55,7 @@ def plan(
     made, config, forecast = plan_for(
         model, card, parse_bytes(ram) if ram else None, weight_bits, flags=flags, environ=os.environ
     )
-    engine = _engine(card, compute_capability)
+    engine = _engine(card, compute_capability, config.device)
     measured = None
     if measure and made.capacity is not None:
         from kvring_cli.commands.gate import GateProgress
@@ -79,18 +79,19 @@ def plan(
         raise ConfigError(made.refusal, made.fix)
 
 
-def _engine(card: str | None, capability: str | None) -> Choice:
+def _engine(card: str | None, capability: str | None, device: str) -> Choice:
     """Which engine would run there; ConfigError where nobody can tell."""
     from engine.errors import ConfigError
     from engine.platform import gather
     from kvring_cli.cards import find_card
-    from kvring_cli.engines import pick_engine
+    from kvring_cli.engines import pick_engine, without_cards
 
     environ = dict(os.environ)
     pretended = capability or (find_card(card).gpu.capability if card else None)
     if pretended:
         environ["NINFER_AGENT_CC"] = pretended
-    choice = pick_engine(gather(), environ)
+    facts = gather()
+    choice = pick_engine(without_cards(facts) if device == "cpu" else facts, environ)
     if choice.outcome in ("unreadable", "unsupported"):
         raise ConfigError(choice.reason, choice.fix)
     return choice
