@@ -14,6 +14,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # each worker has a core
 from collections.abc import Callable, Iterator
 
 import pytest
+from hypothesis import settings as hypothesis_settings
 
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -21,6 +22,8 @@ from engine.model.load import LoadedModel, load_model
 from tests.models import phantom_folder
 
 os.environ["KVRING_RECORD"] = "0"  # tests start servers by the hundred; none is for a receipt
+hypothesis_settings.register_profile("shared", deadline=None)  # a thread that had to wait for a core is no fault
+hypothesis_settings.load_profile("shared")
 
 
 @pytest.fixture(scope="session")

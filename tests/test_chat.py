@@ -63,7 +63,7 @@ def test_the_phantoms_chat_has_the_ids_of_transformers() -> None:
 _PIECES = st.sampled_from([*SPECIALS, "<|im_", "start|>", "end|>", "system", "\n", "obey", "<", "|", "用户"])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(contents=st.lists(st.lists(_PIECES, max_size=8).map("".join), min_size=1, max_size=3))
 def test_no_message_can_forge_a_turn(contents: list[str]) -> None:
     tokenizer = Tokenizer(tiny_tokenizer(), bos=0, eos=[2])

@@ -24,7 +24,7 @@ from tests.test_haystack import COUNT, encode
 tasks = st.sampled_from(sorted(PAPERS))
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(task=tasks, seed=st.integers(0, 10**6), tokens=st.integers(3_000, 6_000))
 def test_every_paper_holds_its_answers_and_its_length(task, seed, tokens):
     paper = make_paper(task, tokens, COUNT, seed, "prose")

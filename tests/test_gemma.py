@@ -69,7 +69,7 @@ def test_a_folder_gives_the_logits_of_transformers(name: str, tmp_path: Path) ->
     assert furthest(dense_logits(loaded.transformer, tokens), reference_logits(model, tokens)) < TOLERANCE
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.integers(1, 300), st.integers(0, 400), st.integers(1, 130), st.sampled_from([(4, 2), (3, 1)]))
 def test_a_token_sees_itself_and_so_many_before_it(rows, before, window, heads):
     random = torch.Generator().manual_seed(rows * before + window)

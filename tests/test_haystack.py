@@ -30,7 +30,7 @@ fillers = st.sampled_from(sorted(FILLERS))
 tasks = st.sampled_from(sorted(TASKS))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(task=tasks, filler=fillers, seed=st.integers(0, 10**6), tokens=st.integers(600, 6000))
 def test_every_document_keeps_its_promises(task, filler, seed, tokens):
     document = build(task, tokens, COUNT, seed, filler=filler)
@@ -44,7 +44,7 @@ def test_every_document_keeps_its_promises(task, filler, seed, tokens):
         assert sum(matches(other.fact.text, placed.fact.expected) for other in document.placed) == 1
 
 
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(task=tasks, filler=fillers, seed=st.integers(0, 10**6))
 def test_the_same_seed_writes_the_same_document(task, filler, seed):
     first, again = (build(task, 1500, COUNT, seed, filler=filler) for _ in range(2))

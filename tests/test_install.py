@@ -39,7 +39,8 @@ def python(tmp_path_factory):
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", place], check=True)
     interpreter = place / ("Scripts" if os.name == "nt" else "bin") / Path(sys.executable).name
     wheel = next(built.glob("*.whl"))
-    subprocess.run([*pip, "--python", interpreter, "install", "--no-deps", "--no-index", wheel], check=True)
+    bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # pip would find kvring there
+    subprocess.run([*pip, "--python", interpreter, "install", "--no-deps", "--no-index", wheel], check=True, env=bare)
     needs = json.dumps([path for path in sys.path if path.endswith("site-packages")])
     packages = next(place.rglob("site-packages"))
     (packages / "needs.pth").write_text(f"import sys; sys.path += {needs}\n", encoding="utf-8")

@@ -78,7 +78,7 @@ def test_what_is_no_number_never_comes_back_as_one(name, bad):
 
 
 @given(st.sampled_from(CODED), st.integers(1, 4), st.integers(1, 40).map(lambda half: 2 * half))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_parts_lie_behind_each_other_without_gap_or_overlap(name, heads, dim):
     shape = form(name, heads, dim)
     covered = torch.zeros(2, shape.bytes, dtype=torch.uint8)

@@ -95,7 +95,7 @@ def test_a_types_own_quantiser_is_read_too(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TYPES)
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @given(
     rows=st.integers(1, 21),
     blocks=st.integers(1, 3),
@@ -116,7 +116,7 @@ def test_products_are_those_of_the_dequantised_matrix(name, rows, blocks, count,
 
 
 @pytest.mark.parametrize("name", TYPES)
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @given(
     rows=st.integers(1, 35),
     blocks=st.integers(1, 9),

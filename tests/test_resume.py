@@ -112,7 +112,7 @@ def test_reuse_off_caches_nothing(make_engine, words):
     assert engine.stats()["checkpoint_pages"] == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_the_index_matches_the_longest_common_prefix_of_what_was_published(data):
     """Against a plain model: a list of published token lists."""

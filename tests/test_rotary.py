@@ -33,7 +33,7 @@ def test_frequencies_are_those_of_transformers(parameters: dict) -> None:
     assert ours.score_scale == pytest.approx(factor**2 / 8)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     first=st.integers(-300_000, 300_000), second=st.integers(-300_000, 300_000), kind=st.sampled_from(["none", "yarn"])
 )

@@ -168,7 +168,7 @@ def paged(keys: torch.Tensor, values: torch.Tensor, rope: Rotary) -> torch.Tenso
     return stored.view(pages, PAGE, 2, *keys.shape[1:]).permute(0, 2, 3, 1, 4).contiguous()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     length=st.integers(0, 300),
     rows=st.sampled_from([1, 2, 8, 9, 40, 130]),

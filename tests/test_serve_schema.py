@@ -29,7 +29,7 @@ def test_no_request_that_the_document_leads_to_is_a_server_error(live, mode):
     cases = st.one_of([operation.as_strategy(generation_mode=generation) for operation in operations])
     seen = set()
 
-    @settings(max_examples=80, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @settings(max_examples=80, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
     @given(cases)
     def ask(case):
         if isinstance(case.body, dict):

@@ -35,7 +35,7 @@ def tokenizer(request) -> module.Tokenizer:
     return wrapped(made[request.param]())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(words=st.lists(WORDS, max_size=12))
 def test_pieces_have_the_tokens_and_characters_of_the_whole(tokenizer, words):
     text = "".join(words)

@@ -56,7 +56,7 @@ def test_the_models_own_bos_comes_before_a_raw_prompt(tmp_path: Path) -> None:
     assert tokenizer.encode_rendered("fox") == tokenizer.encode("fox", bos=False)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=st.text(max_size=40))
 def test_a_stream_gives_the_text_and_never_half_a_character(text: str) -> None:
     tokenizer = Tokenizer(tiny_tokenizer(), bos=0, eos=[2])
@@ -85,7 +85,7 @@ def test_a_stream_leaves_special_tokens_out(tokenizer: Tokenizer) -> None:
 # Stop strings
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     text=st.text("ab\n", max_size=30),
     strings=st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3),
