@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from engine.platform import Platform
     from kvring_cli.calibration.parts import Say, Warn
 
-ROUTES_WITHIN, RATES_WITHIN = 40, 60
+ROUTES_WITHIN, RATES_WITHIN = 40, 90
 """Seconds on a card after which no further part is begun: a first start waits for the routes."""
 
 
@@ -79,8 +79,8 @@ def _rates(device: torch.device, platform: Platform, quick: bool) -> Iterator:
     ram = platform.memory().usable
     if device.type == "cuda":
         yield from links.cases(device)
-        yield from rates.cases(device, ram)
         yield from products.cases(device)
+        yield from rates.cases(device, ram)  # the longest parts
     else:
         yield from rates.cases(device, ram, smallest=quick)
 
