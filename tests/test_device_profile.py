@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import threading
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,17 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import device_profile
-from engine.config import PAGE, EngineConfig, SamplingParams
+from engine.config import EngineConfig, SamplingParams
 from engine.device import find_profile, hardware, hiding_tokens, measured_settings
 from engine.device_profile import SCHEMA, DeviceProfile, Found, built_in, look_up, parse, save, user_file
 from engine.engine import Engine
-from engine.errors import ConfigError, EngineError
-from engine.model.random import random_config
+from engine.errors import ConfigError
 from engine.platform import this_platform
-from engine.routes import CANDIDATES, COMPILED_IN, Routes, pick
+from engine.routes import COMPILED_IN, Routes, pick
 from engine.scheduler import Plan, schedule
 from kvring_cli.app import call
-from kvring_cli.calibration.choose import bands, fastest
 
 ROW = DeviceProfile("some-cpu", 4, "a test", {"page_gather": ((4, "take"), (64, "index_select"))}, {"x": ((1, 2.0),)})
 CPU = torch.device("cpu")
@@ -262,202 +258,3 @@ def test_measured_rates_decide_what_auto_attention_calls_a_short_suffix(phantom)
     plan = Plan("auto", "recall", False, False)
     modes = [schedule(plan, 4096, 6000, 6096, 32, 256, hiding)[0].mode for hiding in (1024, 4096)]
     assert modes == ["exact", "recall"]
-
-
-# --- choosing ---------------------------------------
-
-
-def test_a_candidate_wins_only_if_it_is_faster_and_right():
-    import time
-
-    def way(seconds: float, value: float = 1.0):
-        def run() -> torch.Tensor:
-            until = time.process_time() + seconds
-            while time.process_time() < until:
-                pass
-            return torch.tensor(value)
-
-        return run
-
-    assert fastest({"old": way(0.004), "new": way(0.001)}, "old", CPU) == "new"
-    assert fastest({"old": way(0.004), "wrong": way(0.001, 2.0)}, "old", CPU) == "old"
-    assert fastest({"old": way(0.002), "same": way(0.002)}, "old", CPU) in ("old", "same")
-    assert bands((1, 4, 16), ("a", "a", "b")) == ((4, "a"), (16, "b"))
-
-
-def test_calibrate_stores_a_row_that_the_next_start_finds(tmp_path, monkeypatch, capsys):
-    import json
-
-    import kvring_cli.calibration.choose as choose
-
-    monkeypatch.setattr(choose, "ROUNDS", 2)
-    monkeypatch.setenv("NINFER_DEVICE_PROFILES", str(tmp_path))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert call(["calibrate", "--device", "cpu", "--routes-only", "--json"]) == 0
-    row = json.loads(capsys.readouterr().out)
-    name, count = hardware(CPU, this_platform())
-    found = look_up(name, count, tmp_path / device_profile.FILE)
-    assert found.source == "user" and (found.profile.hardware_class, found.profile.origin) == (name, row["origin"])
-    assert row["stored"] == str(tmp_path / device_profile.FILE)
-
-
-# --- cards ------------------------------------------
-
-
-@pytest.mark.parametrize("key", ["gather_units", "page_scores", "decode_attention/d64/g2"])
-def test_a_cards_candidates_do_the_same_work_and_what_is_found_is_taken(monkeypatch, key):
-    """Under Triton's interpreter: every way is launched, and held against the compiled-in one."""
-    pytest.importorskip("triton", reason="triton has no wheel here")
-    from kvring_cli.calibration import cuda, graph
-
-    monkeypatch.setattr(graph, "LAUNCHES", 1)
-    subject = {"gather_units": cuda.Gathering, "page_scores": cuda.Scoring}.get(key, cuda.Attending)
-    family = key.split("/")[0]
-    seen = []
-
-    def second(ways, compiled_in, device, agree):
-        assert tuple(ways) == CANDIDATES[family] and compiled_in == COMPILED_IN[family][0][1]
-        reference = ways[compiled_in]().clone()
-        assert reference.float().abs().sum() > 0
-        for name, way in ways.items():
-            got = way().clone()
-            assert agree(got, reference), name
-            assert not agree(got + 1, reference), "a wrong one can't win"
-            seen.append(name)
-        return CANDIDATES[family][1]
-
-    monkeypatch.setattr(cuda, "fastest", second)
-    monkeypatch.setattr("gates.kernels.MIB", 1)  # two layers are enough
-    find = cuda.finder(key, subject, random_config("random:tiny"))
-    found = find(CPU, this_platform(), pools=(3, 5))
-    assert found == ((5, CANDIDATES[family][1]),) and len(seen) == 2 * len(CANDIDATES[family])
-    assert Routes({key: found}).routed == 1
-
-
-def test_a_route_changes_what_a_card_launches(phantom):
-    pytest.importorskip("triton", reason="triton has no wheel here")
-    from engine.triton_runner import TritonRunner
-    from tests.test_triton_runner import Interpreted
-
-    engine = Engine(config(), phantom, backends=[Interpreted])
-    pool, runner = engine._runner.pool, engine._runner
-    plain = runner.driven
-    pool.routes = Routes({"decode_attention/d64/g2": ((1, 8),), "gather_units": ((1, 32),), "page_scores": ((1, 32),)})
-    routed = TritonRunner(runner).driven
-    engine.close()
-    assert (plain._attention.units, routed._attention.units) == (4, 8)
-    assert (plain._gather_units, routed._gather_units) == (16, 32)
-    assert (plain._scores.units, routed._scores.units) == (16, 32)
-    assert {("decode_attention/d64/g2", 8), ("gather_units", 32), ("page_scores", 32)} <= set(pool.routes.ran)
-
-
-def test_two_depths_tell_a_steps_own_cost_from_its_layers(monkeypatch):
-    from kvring_cli.calibration import rates
-    from kvring_cli.calibration.standin import Size, stand_in, work_of
-    from kvring_cli.predict import new_pages, predict
-
-    lengths = rates.Lengths(short=1280, long=2048, far=8192, pool=1024, chunk=128)
-
-    def sample(model, lengths, page):
-        """7 ms a step and 90 a turn, whatever the layers; 2 ms of a layer's step, 5 of its turn, 3 of its chunk. A turn
-        finds half of its pages in the selection before.
-        """
-        layers = model.config.layers
-        token, turn = ({n: own + layers * each for n in lengths.timed} for own, each in ((0.007, 0.002), (0.09, 0.005)))
-        fetched = {n: layers * new_pages(512, 1024, n) / PAGE / 2 for n in lengths.timed}
-        return rates.Sample(layers, token, turn, 0.003 * layers, 1e-9 * layers, 96, fetched, 512)
-
-    monkeypatch.setattr(rates, "_sample", sample)
-    model = stand_in(Size(64, 64, 2, 1, 64, 8), CPU, torch.float32)
-    work = replace(work_of(model), layers=30)
-    found = rates.in_bands(list(rates.points(model, work, lengths, page=0.001)))
-    found["head/float32"] = ((1, 1e15),)
-    for context, fetched in ((1280, 512 * 256 / 768), (4096, 512 * 3072 / 3584), (32768, 512 * 31744 / 32256)):
-        told = predict(work, found, context=context, pool=1024, window=768, selection=512, chunk=128)
-        assert told.prefill_seconds == pytest.approx(context / 128 * 30 * 0.003, rel=0.02)
-        assert 1 / told.decode_rate == pytest.approx(0.007 + 30 * 0.002, rel=0.02)
-        turn = 0.09 + 30 * (0.005 + 0.001 * fetched / PAGE / 2)
-        assert told.second_turn_seconds == pytest.approx(turn, rel=0.02), "it fetches a selection, and no more"
-
-
-def test_a_part_that_fails_is_named_and_the_rest_is_kept(monkeypatch):
-    from kvring_cli import calibration
-    from kvring_cli.calibration import rates, routes
-
-    def fails() -> None:
-        raise RuntimeError("CUDA error:\nout of memory")
-
-    monkeypatch.setattr(routes, "cases", lambda *_: [("a", fails), ("b", lambda: {"page_gather": ((1, "take"),)})])
-    monkeypatch.setattr(rates, "cases", lambda *_, **__: [("c", fails), ("d", lambda: [("head/float32", 2, 4.0)])])
-    kept, said = [], []
-    row = calibration.calibrate(CPU, this_platform(), lambda *_: None, keep=kept.append, warn=said.append)
-    assert row.routes == {"page_gather": ((1, "take"),)} and row.rates == {"head/float32": ((2, 4.0),)}
-    assert [(one.routes, one.rates) for one in kept] == [(row.routes, {}), (row.routes, row.rates)]
-    assert said == [f"{part} not measured: RuntimeError: CUDA error: out of memory" for part in "ac"]
-    assert row.origin.endswith("; not measured: a, c")
-    monkeypatch.setattr(routes, "cases", lambda *_: [("a", fails)])
-    with pytest.raises(EngineError, match="nothing could be measured"):
-        calibration.calibrate(CPU, this_platform(), lambda *_: None, rates=False, keep=kept.append)
-    assert len(kept) == 2, "a row of nothing would be found by every later start"
-
-
-def test_no_part_is_begun_when_time_is_over():
-    from kvring_cli.calibration.parts import Parts
-
-    said = []
-    parts = Parts(lambda *_: None, said.append)
-    assert list(parts.measured([("a", lambda: 1), ("b", lambda: 2)], within=-1)) == []
-    assert parts.missing == ["a", "b"] and not parts.done and "were over" in said[0]
-
-
-def test_an_unknown_card_is_measured_once_in_a_process_of_its_own_and_a_failure_is_said(tmp_path, monkeypatch, capsys):
-    from kvring_cli import start
-
-    path, ran = tmp_path / "mine", []
-
-    def run(command, **_):
-        """What the child stores; none where the card is lost, and none in time where it hangs."""
-        ran.append(command)
-        code = len(ran) - 1
-        if code == 2:
-            raise subprocess.TimeoutExpired(command, 1)
-        if not code:
-            row = DeviceProfile("some-card-sm86", 28, "a test", {"gather_units": ((64, 8),)})
-            save(row, Path(command[command.index("--device-profile-path") + 1]))
-        return subprocess.CompletedProcess(command, code)
-
-    monkeypatch.setattr("engine.device.resolve_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr("engine.device.hardware", lambda device, platform: ("some-card-sm86", 28))
-    monkeypatch.setattr(start.subprocess, "run", run)
-    for _ in range(2):
-        start.settle("phantom", {"device_profile_path": str(path)}, verbose=False)
-    assert len(ran) == 1 and look_up("some-card-sm86", 28, path / device_profile.FILE).source == "user"
-    assert call([*ran[0][3:], "--dry-run", "--help"]) == 0, "a line that the command takes"
-    start.settle("phantom", {"device_profile": "off"}, verbose=False)
-    (tmp_path / "file").write_text("no folder")
-    for folder, reason in (("file/below", "can't be written"), ("b", "ended with code 1"), ("c", "did not end within")):
-        capsys.readouterr()
-        start.settle("phantom", {"device_profile_path": str(tmp_path / folder)}, verbose=False)
-        said = capsys.readouterr().err
-        assert reason in said and "were not measured, the compiled-in ones serve" in said
-    assert len(ran) == 3
-
-
-def test_a_part_that_loses_the_card_ends_the_rest_and_keeps_what_was_there(monkeypatch):
-    from kvring_cli import calibration
-    from kvring_cli.calibration import parts, rates, routes
-
-    def fails() -> None:
-        raise RuntimeError("an illegal memory access was encountered")
-
-    def lost() -> bool:
-        return True
-
-    monkeypatch.setattr(parts, "_lost", lost)
-    monkeypatch.setattr(routes, "cases", lambda *_: [("a", lambda: {"page_gather": ((1, "take"),)}), ("b", fails)])
-    monkeypatch.setattr(rates, "cases", lambda *_, **__: [("c", lambda: pytest.fail("it was begun"))])
-    kept, said = [], []
-    with pytest.raises(EngineError, match="b broke the card's context"):
-        calibration.calibrate(CPU, this_platform(), lambda *_: None, keep=kept.append, warn=said.append)
-    assert kept[-1].routes == {"page_gather": ((1, "take"),)} and kept[-1].origin.endswith("not measured: b, c")
-    assert len(said) == 1

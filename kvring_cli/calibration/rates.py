@@ -2,108 +2,25 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from itertools import combinations, pairwise
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-from engine.config import PAGE, EngineConfig, RecallParams, SamplingParams
-from engine.engine import Engine
+from engine.config import PAGE
 from engine.model.load import LoadedModel
-from engine.ops.linear import linear
-from engine.result import Progress, Result, Token
 from engine.routes import Bands
-from engine.trials import median_seconds, own_clock, quick
 from kvring_cli.calibration.links import gather
+from kvring_cli.calibration.samples import FEW, LEAST, LENGTHS, Lengths, head_seconds, sample, that_fit
 from kvring_cli.calibration.standin import CPU_SIZES, CUDA_SIZES, shallower, stand_in, work_of
-from kvring_cli.filler import filler
-from kvring_cli.predict import QUESTION, Work, new_pages
+from kvring_cli.predict import Work, new_pages
 
 Points = list[tuple[str, float, float]]
 """Rate's name, amount of work, amount a second."""
-_LEAST = 1e-9  # seconds: a difference of two measurements may come out at nothing
 
 
-@dataclass(frozen=True)
-class Lengths:
-    """Tokens: of the contexts over the pool, the pool, a chunk, and the answers.
-
-    `far`: of the longest one whose steps are timed; beyond `long` it is filled by windows, and no chunk of it is timed.
-    """
-
-    short: int = 3072
-    long: int = 6144
-    far: int = 6144
-    pool: int = 2048
-    chunk: int = 512
-    answer: int = 48
-
-    @property
-    def timed(self) -> tuple[int, int, int, int]:
-        """Contexts whose steps and second turns are timed."""
-        return FEW, self.dense, self.short, self.far
-
-    @property
-    def dense(self) -> int:
-        """The longest context that the pool holds, with what is said after it."""
-        return self.pool - 512
-
-
-LENGTHS = {"cpu": Lengths(), "cuda": Lengths(short=20_480, long=40_960, far=131_072, pool=17_920, chunk=4096)}
-"""On a card few chunk lengths, because cuDNN plans each anew, the pool that is its default, and the context that people
-want of it: what grows with the context is small beside the noise of two short ones.
-"""
-FEW = 128
-"""Tokens of the shortest context."""
 SHALLOW = 2
 """Layers of the second stand-in of each size on a card."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """Seconds of one request: of each whole chunk by the tokens before its middle, of each later token."""
-
-    chunks: tuple[tuple[float, float], ...]
-    token: float
-    first: float
-    computed: int
-    fetched: int  # layer pages
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Seconds of a stand-in by context length: a later token and a second turn's first one, without output matrix and,
-    on a card, fetching; of a chunk, and what it takes more for each token before it. All grow with the layers.
-    """
-
-    layers: int
-    token: Mapping[int, float]
-    first: Mapping[int, float]
-    chunk: float
-    slope: float
-    computed: int  # tokens of a second turn
-    fetched: Mapping[int, int]  # layer pages of a second turn
-    selection: int  # tokens that recall may choose
-
-    def less(self, other: Sample) -> Sample:
-        """What it takes for the layers that it has more."""
-
-        def without(ours: Mapping[int, float], theirs: Mapping[int, float]) -> dict[int, float]:
-            return {tokens: ours[tokens] - theirs[tokens] for tokens in ours}
-
-        return Sample(
-            self.layers - other.layers,
-            without(self.token, other.token),
-            without(self.first, other.first),
-            self.chunk - other.chunk,
-            self.slope - other.slope,
-            self.computed,
-            {tokens: self.fetched[tokens] - other.fetched[tokens] for tokens in self.fetched},
-            self.selection,
-        )
 
 
 def cases(device: torch.device, ram: int, *, smallest: bool = False) -> Iterator[tuple[str, Callable[[], Points]]]:
@@ -129,13 +46,6 @@ def cases(device: torch.device, ram: int, *, smallest: bool = False) -> Iterator
             yield f"{size.layers} layers of {size.hidden}, {str(dtype).removeprefix('torch.')}", measure
 
 
-def that_fit(lengths: Lengths, work: Work, ram: int) -> Lengths:
-    """With a `far` context whose pages take no more than half of `ram`, as far as that goes."""
-    while lengths.far // 2 >= lengths.long and 2 * work.layers * work.window_bytes(lengths.far) > ram:
-        lengths = replace(lengths, far=lengths.far // 2)
-    return lengths
-
-
 def points(
     model: LoadedModel, work: Work, lengths: Lengths, page: float | None = None
 ) -> Iterator[tuple[str, float, float]]:
@@ -144,10 +54,10 @@ def points(
     page: seconds in which a layer's page is fetched, on a card. There the size is measured beside a shallower one,
     because a step costs as much beside its layers as some layers do: two depths tell them apart.
     """
-    deep, dtype = _sample(model, lengths, page or 0.0), work.dtype
+    deep, dtype = sample(model, lengths, page or 0.0), work.dtype
     per, layers = deep, deep.layers
     if page is not None:
-        shallow = _sample(shallower(model, SHALLOW), lengths, page)
+        shallow = sample(shallower(model, SHALLOW), lengths, page)
         per = deep.less(shallow)
         layers = per.layers
         for name, whole, each in (("step", shallow.token, per.token), ("turn_start", shallow.first, per.first)):
@@ -162,7 +72,7 @@ def points(
 
     # A dense step at two lengths: what a row costs, and what a byte of its window.
     low, high = work.window_bytes(FEW + lengths.answer // 2), work.window_bytes(lengths.dense)
-    byte = max(_LEAST, per.token[lengths.dense] - per.token[FEW]) / layers / (high - low)
+    byte = max(LEAST, per.token[lengths.dense] - per.token[FEW]) / layers / (high - low)
     row = per.token[FEW] / layers - byte * low
     yield f"row/{work.form}", *_rate(work.row_bytes, row)
     yield f"attend_row/{dtype}", *_rate(high, byte * high)
@@ -179,7 +89,7 @@ def points(
     least, most = work.scores(lengths.short), work.scores(lengths.far)
     if page is not None:  # other kernels read a question over cold pages than within the pool: that is known as a whole
         yield f"turn_layer/{dtype}", *_rate(work.layer_flops(per.computed), short)
-        yield f"turn/{dtype}", least, least / _LEAST
+        yield f"turn/{dtype}", least, least / LEAST
         yield f"turn/{dtype}", *_rate(most, far - short)
         cold = work.window_bytes(new_pages(deep.selection, lengths.pool, lengths.far))
         yield f"turn_fetch/{dtype}", *_rate(cold, page * deep.fetched[lengths.far] / deep.layers)
@@ -188,114 +98,13 @@ def points(
         yield f"turn/{dtype}", *_rate(most, far - small)
 
 
-def _sample(model: LoadedModel, lengths: Lengths, page: float) -> Sample:
-    config = EngineConfig(
-        model="",
-        max_context=max(lengths.long, lengths.far) + 1024,
-        kv_capacity=lengths.pool,
-        prefill_chunk=lengths.chunk,
-        device_profile="off",
-    )
-    engine = Engine(config, model)
-    runs, turns = {}, {}
-    try:
-        engine.unpinned(wait=True)
-        _run(engine, 300, 4)  # whatever is made on first use
-        head = _head(model.transformer.weights.head)
-        for tokens in sorted({*lengths.timed, lengths.long}):
-            fill = "exact" if tokens <= lengths.long else "window"
-            runs[tokens] = _run(engine, tokens, lengths.answer, fill)
-            if tokens in lengths.timed:
-                turns[tokens] = _turn(engine, tokens, fill)
-    finally:
-        engine.close()
-    slope, chunk = _line([*runs[lengths.long].chunks, *runs[lengths.short].chunks])
-    return Sample(
-        model.config.layers,
-        {tokens: runs[tokens].token - head for tokens in lengths.timed},
-        {tokens: turn.first - head - page * turn.fetched for tokens, turn in turns.items()},
-        chunk,
-        slope,
-        turns[FEW].computed,
-        {tokens: turn.fetched for tokens, turn in turns.items()},
-        engine.capacity.window.selection * PAGE,
-    )
-
-
 def head_rate(head: Tensor, dtype: str) -> tuple[str, float, float]:
     """The rate of an output matrix [vocab, hidden] over one row."""
-    return f"head/{dtype}", *_rate(head.nbytes, _head(head))
+    return f"head/{dtype}", *_rate(head.nbytes, head_seconds(head))
 
 
 def _rate(amount: float, seconds: float) -> tuple[float, float]:
-    return amount, amount / max(seconds, _LEAST)
-
-
-def _run(engine: Engine, tokens: int, answer: int, fill: str = "exact") -> Run:
-    """A fresh prefill and an answer of so many tokens.
-
-    On a card it is asked for again: the first answer fetches its selection while it is written, and captures graphs.
-    """
-    engine.forget()
-    asked = filler(tokens), SamplingParams(max_tokens=answer, ignore_eos=True)
-    run = _timed(engine, *asked, RecallParams(prefill=fill))
-    return replace(run, token=_timed(engine, *asked, _later(fill)).token) if _on_card(engine) else run
-
-
-def _turn(engine: Engine, tokens: int, fill: str, rounds: int = 5) -> Run:
-    """One of some further turns of the conversation that `_run` left behind: a quick one, on a card the median.
-
-    Each computes half a page of the turn before beside its own tokens, as turns that end anywhere do.
-    """
-    ask, spare = SamplingParams(max_tokens=1, ignore_eos=True), 2 if _on_card(engine) else 1
-    said = [filler(tokens + PAGE // 2), *[filler(QUESTION)] * (rounds + spare)]
-    turns = [" ".join(said[: n + 2]) for n in range(rounds + spare)]
-    runs = sorted([_timed(engine, text, ask, _later(fill)) for text in turns][spare:], key=lambda run: run.first)
-    return runs[rounds // 2 if _on_card(engine) else rounds // 4]
-
-
-def _later(fill: str) -> RecallParams:
-    """What resumes from pages that were filled so: those of an exact pass serve everybody."""
-    return RecallParams() if fill == "exact" else RecallParams(prefill=fill)
-
-
-def _on_card(engine: Engine) -> bool:
-    return engine.model.transformer.device.type == "cuda"
-
-
-def _timed(engine: Engine, text: str, sampling: SamplingParams, recall: RecallParams) -> Run:
-    chunks, tokens, result = [], [], None
-    clock, done = own_clock(engine.model.transformer.device), 0
-    prepared = engine.prepare(text, sampling, recall)
-    began = before = clock()
-    for event in engine.generate(prepared):
-        now = clock()
-        if isinstance(event, Progress):
-            rows = event.done - done
-            if rows == engine.config.prefill_chunk and not tokens:
-                chunks.append(((event.done + done) / 2, now - before))
-            done, before = event.done, now
-        elif isinstance(event, Token):
-            tokens.append(now)
-        elif isinstance(event, Result):
-            result = event
-    assert result is not None
-    steps = [later - earlier for earlier, later in pairwise(tokens)]
-    step = quick(steps) if steps else 0.0
-    return Run(tuple(chunks), step, tokens[0] - began, result.usage.computed, result.recall.layer_pages_fetched)
-
-
-def _head(head: Tensor) -> float:
-    """Seconds of an output matrix [vocab, hidden] over one row."""
-    row = torch.zeros(1, head.shape[1], device=head.device, dtype=head.dtype)
-    return median_seconds(lambda: linear(row, head).float(), head.device, 21)
-
-
-def _line(points: list[tuple[float, float]]) -> tuple[float, float]:
-    """Slope and intercept: the median of all pairs' slopes, so that one interrupted chunk doesn't tilt it."""
-    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in combinations(points, 2) if a[0] != b[0]]
-    slope = max(_LEAST, statistics.median(slopes))
-    return slope, max(_LEAST, quick([seconds - slope * keys for keys, seconds in points]))
+    return amount, amount / max(seconds, LEAST)
 
 
 def in_bands(points: Points) -> dict[str, Bands]:
