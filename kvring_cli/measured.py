@@ -9,6 +9,7 @@ from itertools import pairwise
 
 from engine.config import EngineConfig, RecallParams, SamplingParams
 from engine.engine import Engine
+from engine.errors import ConfigError
 from engine.result import Token
 from engine.trials import own_clock, quick
 from kvring_cli.filler import filler
@@ -35,6 +36,11 @@ def run(model: str, config: EngineConfig, plan: Plan, say: Callable[[str, float]
     assert plan.capacity is not None
     room = _TURNS * (QUESTION + 1) + _ANSWER + 64
     tokens = plan.capacity.context - room
+    if tokens < room:
+        raise ConfigError(
+            f"a context of {plan.capacity.context:,} tokens is too short to measure: turns and answers take {room}",
+            f"--max-context {2 * room} or more",
+        )
     say(f"prefill of {tokens:,} tokens", 0.0)
     engine = Engine.load(replace(config, model=str(models.resolve(model)), max_context=plan.capacity.context))
     clock = own_clock(engine.model.transformer.device)

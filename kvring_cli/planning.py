@@ -222,7 +222,7 @@ def plan_for(
     if card is not None:
         found = find_card(card)
         preset = find_preset(found.preset)
-        place = card_place(found, ram or preset.ram)
+        place = card_place(found, preset.ram if ram is None else ram)
         config = resolve(model, flags, environ, preset.settings).config
         rates, origin = rates_of_card(found)
     else:
@@ -241,7 +241,7 @@ def overview(names: Sequence[str] | None, ram: int | None, weight_bits: float | 
     for name in names or list(presets()):
         card = find_card(name)
         preset = find_preset(card.preset)
-        place = card_place(card, ram or preset.ram)
+        place = card_place(card, preset.ram if ram is None else ram)
         config = EngineConfig(model="", **preset.settings)
         for shape in PUBLISHED.values():
             for bits in sorted({float(PLAIN_BITS), weight_bits or _bits(shape)}, reverse=True):

@@ -123,6 +123,7 @@ def test_ram_is_an_input_and_halves_what_it_holds():
     wide, tight, small = plan(64, "bf16"), plan(16, "bf16"), plan(16, "auto")
     assert wide.capacity is not None and tight.capacity is None
     assert "RAM" in tight.refusal and tight.largest < 100_000
+    assert plan(0, "auto").place.ram == 0, "0 is none, and not the preset's"
     assert plan(64, "auto").capacity.kv == "bf16" and small.capacity.kv == "k8v4"
     assert small.capacity.host_bytes == 0.39453125 * wide.capacity.host_bytes and "16 GiB" in small.capacity.kv_reason
 
@@ -320,6 +321,8 @@ def test_plan_speaks_json_and_refuses_with_the_knob(capsys):
     assert call(["plan", "qwen4-9b"]) == 1 and "qwen3-8b" in capsys.readouterr().err
     assert call(["plan", "qwen3-8b", "--card", "3060-13gb"]) == 1 and "3060-12gb" in capsys.readouterr().err
     assert call(["plan", "qwen3-8b", "--card", "12gb", "--measure"]) == 2
+    assert call(["plan", "phantom", "--device", "cpu", "--measure", "--max-context", "700"]) == 1
+    assert "fix: --max-context 744 or more" in capsys.readouterr().err
     for bits in ("0", "nan", "33"):
         assert call(["plan", "qwen3-8b", "--card", "12gb", "--weight-bits", bits]) == 1
     assert "are no quantisation" in capsys.readouterr().err

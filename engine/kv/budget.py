@@ -340,4 +340,5 @@ def _smaller_device(shape: KVShape, capacity: Capacity, limit: int, digests: int
     pool = (limit - fixed) // shape.page_bytes
     if pool > capacity.window.sink + 1 + WORKING:
         return f"--kv-capacity {pool * PAGE} is the largest pool that fits"
-    return f"weights and digests alone take {format_bytes(fixed)}: use a smaller model or --max-context"
+    alone = f"weights and digests alone take {format_bytes(fixed)}"
+    return f"{alone}: use a smaller model or --max-context, or --weights q4_0 of a plain one"
