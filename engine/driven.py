@@ -8,7 +8,6 @@ anybody asks for them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
 
@@ -37,11 +36,9 @@ from engine.recall.select import HYSTERESIS, REASONS, WORTH
 from engine.routes import attention_key
 from engine.scheduler import QUESTION_CHUNK
 from engine.step import Frame
-from engine.step_graph import StepGraph
+from engine.step_graph import StepGraphs
 
 SCORERS = ("fused", "token", "lexical")
-GRAPHS = 8
-"""Kinds of steps whose graphs are kept."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +76,8 @@ class DrivenSteps:
     ) -> None:
         """pages: the most that one sequence may have; multiprocessors: of the device; graphs: whether to capture."""
         self.model, self.pool, self.host, self.digests, self.transfer = model, pool, host, digests, transfer
-        self.compact, self.graphs = compact, graphs
+        self.compact, self.graphs = compact, StepGraphs(graphs)
         self.steps: Counter[str] = Counter()
-        self.graph_failure = ""
         device, shape = pool.data.device, pool.shape
         heads, layers, slots = model.config.heads, shape.layers, pool.slots
         own = QUESTION_CHUNK // PAGE + 1
@@ -131,8 +127,6 @@ class DrivenSteps:
         self._recall: Recall | None = None
         self._laid: tuple | None = None
         self._layout: Layout | None = None
-        self._graphs: dict[Kind, StepGraph | None] = {}
-        self._building: StepGraph | None = None
 
     @property
     def in_place(self) -> bool:
@@ -333,42 +327,15 @@ class DrivenSteps:
     # --- the launches ---------------------------------------------------------------------------------------------
 
     def _run(self, kind: Kind) -> Tensor | None:
-        graph = self._graph(kind) if self.graphs and kind.tokens == 1 else None
-        if graph is None:
-            self.steps[f"{kind.name}, eager"] += 1
-            logits = self._launch(kind)
-        else:
-            self.steps[f"{kind.name}, graph"] += 1
-            logits = graph.replay()
+        def launch() -> Tensor | None:
+            return self._launch(kind)
+
+        logits, how = self.graphs.run(kind, launch) if kind.tokens == 1 else (launch(), "eager")
+        self.steps[f"{kind.name}, {how}"] += 1
         if self._counters.is_cuda:
             self._done = self._done or torch.cuda.Event()
             self._done.record()
         return logits
-
-    def _graph(self, kind: Kind) -> StepGraph | None:
-        """The kind's graph, from its second step on: the first compiles the kernels.
-
-        A capture that fails is tried again once; then steps stay eager, and `graph_failure` says so.
-        """
-        if kind not in self._graphs:
-            while len(self._graphs) >= GRAPHS:
-                self._graphs.pop(next(iter(self._graphs)))
-            self._graphs[kind] = None
-            return None
-        if self._graphs[kind] is None and not self.graph_failure:
-            for _ in range(2):
-                graph = self._building = StepGraph()
-                try:
-                    graph.capture(lambda: self._launch(kind))
-                    self._graphs[kind] = graph
-                    break
-                except RuntimeError as error:
-                    failure = f"CUDA graph capture failed: {' '.join(str(error).split())[:160]}"
-                finally:
-                    self._building = None
-            else:
-                self.graph_failure = failure
-        return self._graphs[kind]
 
     def _launch(self, kind: Kind) -> Tensor | None:
         self._geometry.copy_(self._geometry_in, non_blocking=True)
@@ -380,13 +347,6 @@ class DrivenSteps:
         if kind.rows == "none":
             return None
         return self.model.logits(hidden[-1:] if kind.rows == "last" else hidden)
-
-    def _between(self, work: Callable[[], None]) -> None:
-        """Do the host's work here: now, or at every replay of the graph that is being captured."""
-        if self._building is not None:
-            self._building.cut(work)
-        else:
-            work()
 
     def _attend(self, kind: Kind, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         pool, turned, rope = self.pool.data[layer], self._turned[: kind.tokens], self.model.rope
@@ -404,7 +364,7 @@ class DrivenSteps:
             misses = self._misses.layer(layer)
             triton_slots.bring(window, self._ids, tables, misses, self._geometry, self._counters, self.compact)
             if kind.ferried:
-                self._ferry.fetch(layer, self._between)
+                self._ferry.fetch(layer, self.graphs.between)
             else:
                 triton_pages.gather(host, pool, misses.pages, misses.places, misses.count, self._gather_units)
         return self._attention(

@@ -6,10 +6,13 @@ row of graphs that share one memory pool.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
+
+KINDS = 8
+"""Kinds of steps whose graphs are kept."""
 
 
 class StepGraph:
@@ -50,3 +53,48 @@ class StepGraph:
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         self._graphs.append(graph)
+
+
+class StepGraphs:
+    """The graphs by kind of step. A kind's first step is eager, for it compiles the kernels; its second is captured.
+
+    A capture that fails is tried again once; then every step stays eager, and `failure` says why.
+    """
+
+    def __init__(self, wanted: bool) -> None:
+        self.wanted, self.failure = wanted, ""
+        self._kept: dict[Hashable, StepGraph | None] = {}
+        self._building: StepGraph | None = None
+
+    def run(self, kind: Hashable, launch: Callable[[], Any]) -> tuple[Any, str]:
+        """What `launch` returns of a step of this kind, and how it ran: graph or eager."""
+        graph = self._graph(kind, launch) if self.wanted else None
+        return (launch(), "eager") if graph is None else (graph.replay(), "graph")
+
+    def between(self, work: Callable[[], None]) -> None:
+        """Inside `launch`: do the host's work here, now or at every replay of the graph that is being captured."""
+        if self._building is None:
+            work()
+        else:
+            self._building.cut(work)
+
+    def _graph(self, kind: Hashable, launch: Callable[[], Any]) -> StepGraph | None:
+        if kind not in self._kept:
+            while len(self._kept) >= KINDS:
+                self._kept.pop(next(iter(self._kept)))
+            self._kept[kind] = None
+        elif self._kept[kind] is None and not self.failure:
+            self._kept[kind] = self._captured(launch) or self._captured(launch)
+        return self._kept[kind]
+
+    def _captured(self, launch: Callable[[], Any]) -> StepGraph | None:
+        graph = self._building = StepGraph()
+        try:
+            graph.capture(launch)
+        except RuntimeError as error:
+            self.failure = f"CUDA graph capture failed: {' '.join(str(error).split())[:160]}"
+            return None
+        finally:
+            self._building = None
+        self.failure = ""
+        return graph

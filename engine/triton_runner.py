@@ -62,13 +62,13 @@ class TritonRunner(Runner):
 
     def collect(self) -> None:
         self.driven.collect()
-        self.degraded = self.driven.graph_failure
+        self.degraded = self.driven.graphs.failure
 
     @property
     def graphs(self) -> str:
         if not self.captures:
             return "off"
-        return "failed" if self.driven.graph_failure else "on"
+        return "failed" if self.driven.graphs.failure else "on"
 
     def _compute(self, frames: list[Frame]) -> list[Tensor | None]:
         if all(self.driven.serves(frame) for frame in frames):
