@@ -9,6 +9,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from engine.errors import ConfigError
+from engine.units import KIB
 
 
 def cache_folder() -> Path:
@@ -29,11 +30,11 @@ def cache_folder() -> Path:
 
 
 def check_folder(folder: Path, fix: str) -> None:
-    """ConfigError with this fix where no file can be made in `folder`, which is made if it is not there."""
+    """ConfigError with this fix where no file of some size can be made in `folder`, which is made if need be."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(64 * KIB))
     except OSError as error:
         raise ConfigError(f"{folder} can't be written: {error.strerror or error}", fix) from None
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from engine import device_profile
 from engine.config import EngineConfig, SamplingParams
 from engine.device import find_profile, hardware, hiding_tokens, measured_settings
-from engine.device_profile import SCHEMA, DeviceProfile, Found, built_in, look_up, parse, save, user_file
+from engine.device_profile import SCHEMA, DeviceProfile, Found, built_in, check_kept, look_up, parse, save, user_file
 from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.platform import this_platform
@@ -113,6 +113,13 @@ def test_a_place_that_cannot_be_written_is_refused_with_the_switch(tmp_path):
     with pytest.raises(ConfigError) as refused:
         save(ROW, tmp_path / "file" / "p.yaml")
     assert "NINFER_DEVICE_PROFILES" in refused.value.fix
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no disk that is full here")
+def test_a_full_disk_is_found_before_the_measuring_and_not_after(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.TemporaryFile", lambda dir: open("/dev/full", "wb"))  # noqa: SIM115
+    with pytest.raises(ConfigError, match="No space left"):
+        check_kept(tmp_path / "p.yaml")
 
 
 def test_a_crash_while_writing_leaves_the_old_file_whole(tmp_path, monkeypatch):

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from engine.errors import KVRingError
 from engine.units import format_bytes
 from kvring_cli import console
+from kvring_cli.files import write
 
 if TYPE_CHECKING:
     from engine.platform import Facts
@@ -31,11 +30,8 @@ def receipt(
     text = json.dumps(report, ensure_ascii=False, indent=1) + "\n" if as_json else render(report)
     if output is None:
         console.write(text)
-        return
-    try:
-        Path(output).write_text(text, encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise KVRingError(f"{output} can't be written: {error}", "another path for --output") from None
+    else:
+        write("--output", output, text)
 
 
 def make(facts: Facts) -> dict[str, Any]:
