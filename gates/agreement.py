@@ -19,6 +19,7 @@ def run(context: Context, tokens: int | None = None) -> Report:
     report = Report("agreement", environment=context.environment(), blinding_switches=blinding(context.config))
     wanted = tokens or options.length or (QUICK_TOKENS if options.quick else TOKENS)
     tokens = context.fitted(wanted, report)
+    context.outgrown(POOL, tokens)
     asked = 4 if options.quick else 12
     specs = [
         ArmSpec("exact", "dense", plain(context.prefill, decode="exact")),

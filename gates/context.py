@@ -98,6 +98,14 @@ class Context:
             return self.config.kv_capacity
         return tokens if tokens <= document // 2 else max(SMALLEST_POOL, document // 4 // PAGE * PAGE)
 
+    def outgrown(self, tokens: int, document: int) -> int:
+        """`pool(tokens, document)`; ConfigError where a `document` is not twice that: hardly a page would be hidden."""
+        pool = self.pool(tokens, document)
+        if document < 2 * pool:
+            few = f"a prompt of {document:,} tokens is less than two pools of {pool:,}: hardly a page would be hidden"
+            raise ConfigError(few, f"--length {2 * pool} or more, or a smaller --kv-capacity")
+        return pool
+
     def environment(self) -> dict[str, object]:
         """Settings that differ from the defaults, model, device, versions; neither user nor path."""
         values = {setting.field: getattr(self.config, setting.field) for setting in SETTINGS if not setting.place}

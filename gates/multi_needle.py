@@ -11,13 +11,14 @@ from collections import Counter
 
 from engine.config import PAGE, RecallParams, SamplingParams
 from gates.arms import ArmSpec, Settings, blinding, excluding, instrument, plain, straddling
-from gates.context import Context
+from gates.context import SMALLEST_POOL, Context
 from gates.frozen import Arms, Frozen, warnings_checked
 from gates.haystack import GATE_TOKENS, Document
 from gates.verdict import Check, Report
 
 POOL = 4032
 LARGER_POOL = 17_920
+LARGER = "pool 17,920"
 TASKS = ("keyed", "disjoint", "lines")
 SEAM = "seam"
 """Keyed facts whose values begin two tokens before a page ends; only the following page has the rest."""
@@ -48,7 +49,7 @@ def specs(prefill: str, excluded: Settings) -> list[ArmSpec]:
     return [
         ArmSpec("dense", "dense", plain(prefill, decode="exact")),
         ArmSpec("default", "positive", plain(prefill)),
-        ArmSpec("pool 17,920", "positive", plain(prefill), TASKS, where="larger", quick=False),
+        ArmSpec(LARGER, "positive", plain(prefill), TASKS, where="larger", quick=False),
         ArmSpec("fitting", "positive", plain(prefill), TASKS, where="fitting", quick=False),
         ArmSpec("recall off", "control", plain(prefill, decode="window"), TASKS, twin="default", warns=True),
         ArmSpec("newest pages", "control", plain(prefill, control="newest"), TASKS, twin="default", quick=False),
@@ -85,6 +86,11 @@ def run(context: Context, tokens: int = GATE_TOKENS, trials: int = 6) -> Report:
     trials = min(trials, 2) if quick else trials
     report = Report("multi-needle", environment=context.environment(), blinding_switches=blinding(context.config))
     tokens = context.fitted(context.options.length or tokens, report)
+    context.outgrown(POOL, tokens)
+    seam_tokens = max(tokens // 4, 2 * (context.config.kv_capacity or SMALLEST_POOL))  # lengths don't matter to it
+    larger = tokens >= 2 * LARGER_POOL
+    if not (larger or quick):
+        report.not_run.append(f"{LARGER}: {tokens:,} tokens are less than two such pools")
     work = [(seed, task) for seed in context.options.seed_numbers for task in tasks]
     arms: Arms = {}
     shares, seams = [], []
@@ -93,13 +99,13 @@ def run(context: Context, tokens: int = GATE_TOKENS, trials: int = 6) -> Report:
         def say(what: str, share: float, number: int = number) -> None:
             context.say(what, (number + share) / len(work))
 
-        size = tokens // 4 if task == SEAM else tokens  # what lies beside a page doesn't depend on the length
-        document = context.document(task, size, seed, asked=2 * trials)
+        document = context.document(task, seam_tokens if task == SEAM else tokens, seed, asked=2 * trials)
         say(f"{task}: {document.tokens:,} tokens, prefill {context.prefill}", 0.0)
         pools = {"pool": context.pool(POOL, document.tokens), "larger": LARGER_POOL, "fitting": document.tokens + 1024}
         with Frozen(context, document, pools) as frozen:
             chosen = specs(context.prefill, excluding(frozen.main, document, context.prefill))
             chosen = [s for s in chosen if task in (s.tasks or (task,)) and (s.quick or not quick)]
+            chosen = [spec for spec in chosen if larger or spec.name != LARGER]
             if not common(document):
                 chosen = [spec for spec in chosen if spec.name != LEXICAL]
                 note = f'{LEXICAL} on disjoint facts: "the" is so rare in this haystack that it leads to them'

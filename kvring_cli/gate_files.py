@@ -58,11 +58,13 @@ def option_words(options: GateOptions) -> list[str]:
     return words
 
 
-def write_all(files: dict[str, str | None], reports: list[Report], command: str) -> None:
-    """Each file that was asked for, by its flag."""
+def write_all(files: dict[str, str | None], names: list[str], reports: list[Report], command: str) -> None:
+    """Each file that was asked for, by its flag. Gates of `names` without a report yet stand there as inconclusive."""
     from gates.html import to_html
     from gates.junit import to_junit
-    from gates.verdict import to_json
+    from gates.verdict import Report, to_json
+
+    reports = [*reports, *(Report(name).judge() for name in names[len(reports) :])]
 
     makers = {
         "--json": lambda: as_json(to_json(reports, command)),

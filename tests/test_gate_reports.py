@@ -164,6 +164,24 @@ def test_a_report_is_written_whole_or_the_one_before_it_stays(tmp_path, monkeypa
     assert real.read_text() == "second" and real.stat().st_mode & 0o777 == 0o640
 
 
+def test_a_run_that_breaks_off_leaves_no_report_that_passes(tmp_path, monkeypatch):
+    file = tmp_path / "report.json"
+    file.write_text('{"verdict": "PASS"}')
+    done = Report("fits", checks=[Check("a", True, "")]).judge()
+
+    def interrupted(name, *_):
+        if name == "lossless":
+            raise KeyboardInterrupt
+        return done
+
+    monkeypatch.setattr("gates.registry.run_gate", interrupted)
+    for names in (["lossless"], ["fits", "lossless", "arch"]):
+        assert call(["gate", *names, "-m", str(phantom_folder()), "--json", str(file)]) == 130
+        value = json.loads(file.read_text())
+        assert (value["verdict"], [report["gate"] for report in value["reports"]]) == ("INCONCLUSIVE", names)
+    assert value["reports"][0]["verdict"] == "PASS" and value["reports"][1]["reasons"] == ["nothing was run"]
+
+
 @pytest.mark.parametrize("name", ["x" * 300, "missing/report"])
 def test_a_path_that_cannot_be_is_refused_before_the_work(name, tmp_path):
     with pytest.raises(KVRingError, match="can't be written"):

@@ -16,6 +16,7 @@ from gates.filler import FILLERS, read_filler, text_filler
 from gates.haystack import build
 from gates.multi_needle import common
 from gates.options import GateOptions
+from gates.registry import run_in
 from gates.ruler import PAPERS, make_paper
 from gates.suite import run
 from tests.models import phantom_folder
@@ -103,6 +104,17 @@ def test_the_suite_marks_what_the_model_cannot_do_and_counts_the_rest(prefill, p
     judged = [check.name.split(":")[0] for check in report.checks if not check.name.startswith("instrument")]
     assert report.verdict == "PASS" and judged == ["keyed"]
     assert any(note.startswith("variables: not counted") for note in report.notes)
+
+
+def test_a_prompt_that_no_pool_would_hide_is_refused_with_the_length_that_would_do(phantom):
+    context = Context(EngineConfig(str(phantom_folder())), phantom, GateOptions(length=3_500), lambda what, share: None)
+    for name in ("multi-needle", "long-problem", "agreement"):
+        with pytest.raises(ConfigError, match=r"3,500 tokens is less than two pools of 1,792") as refused:
+            run_in(name, context)
+        assert "3584" in refused.value.fix
+    tight = replace(context, config=replace(context.config, max_context=900))
+    with pytest.raises(ConfigError, match=r"--max-context is 900"):
+        run_in("agreement", tight)
 
 
 def test_packed_positions_are_judged_by_what_the_model_finds_within_its_own_context(phantom):

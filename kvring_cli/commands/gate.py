@@ -94,6 +94,7 @@ def gate(
     resolved = settle(model, flags, verbose) if inside else None
     again = repeat(names, model, options, resolved, server)
     reports: list[Report] = []
+    write_all(files, names, reports, again)  # so that no report of an earlier run stands there for this one
     for name in names:
         with GateProgress(name) as progress:
             if server:
@@ -105,7 +106,7 @@ def gate(
             console.write("\n")
         show(found)
         reports.append(to_send(found))
-        write_all(files, reports, again)  # after each, so that what a later one breaks off is not lost
+        write_all(files, names, reports, again)  # after each, so that what a later one breaks off is not lost
     raise typer.Exit(EXIT[worst(reports)])
 
 
