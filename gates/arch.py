@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from engine.config import EngineConfig
+from engine.errors import EngineError
 from engine.switches import SETTINGS
 from gates.child import LEASHED, Child, free_port
 from gates.context import ROOM, Context
 from gates.haystack import Document
+from gates.outside import EXACT
 from gates.verdict import Check, Report
 
 TOKENS, POOL = 6_000, 2_048
@@ -39,26 +41,40 @@ def run(context: Context) -> Report:
                 lines = " | ".join(child.lines[-3:])
                 report.checks.append(Check(f"recall {name}: server", False, f"it {state}: {lines}"))
                 continue
-            report.checks += _asked(child, context.options.timeout, name, asked, warns)
+            _asked(child, context.options.timeout, name, asked, warns, report)
             if warns:
-                report.checks += _asked(child, context.options.timeout, "off, short prompt", short, False)
+                _asked(child, context.options.timeout, "off, short prompt", short, False, report)
     return report.judge()
 
 
-def _asked(child: Child, timeout: float, name: str, document: Document, warns: bool) -> list[Check]:
+def _asked(child: Child, timeout: float, name: str, document: Document, warns: bool, report: Report) -> None:
     (fact,) = document.asked
     model = child.request("/v1/models")[1]["data"][0]["id"]
-    body = {"model": model, "messages": document.messages(fact), "max_tokens": 16, "temperature": 0}
-    status, value = child.request("/v1/chat/completions", body, timeout)
+
+    def ask(**more: Any) -> tuple[int, Any]:
+        body = {"model": model, "messages": document.messages(fact), "max_tokens": 16, "temperature": 0, **more}
+        return child.request("/v1/chat/completions", body, timeout)
+
+    def ceiling() -> str:
+        status, value = ask(**EXACT)
+        if status != 200:
+            raise EngineError(f"recall {name}: exact attention was refused, HTTP {status}: {str(value)[:200]}")
+        return _text(value)
+
+    status, value = ask()
     if status != 200:
-        return [Check(f"recall {name}: answered", False, f"HTTP {status}: {str(value)[:200]}")]
+        report.checks.append(Check(f"recall {name}: answered", False, f"HTTP {status}: {str(value)[:200]}"))
+        return
     warnings = [text for text in value.get("kvring", {}).get("warnings", []) if "recall was off" in text]
     detail = f"{len(warnings)} warnings that recall was off"
-    checks = [Check(f"{'' if warns else 'control: '}recall {name}", bool(warnings) == warns, detail, not warns)]
+    what = f"{'' if warns else 'control: '}recall {name}"
+    report.checks.append(Check(what, bool(warnings) == warns, detail, not warns))
     if not warns:  # everything was seen, or recalled
-        text = value["choices"][0]["message"]["content"] or ""
-        checks.append(Check(f"recall {name}: the answer", fact.answered(text), f"'{text}' for {fact.expected}"))
-    return checks
+        report.answered(f"recall {name}: the answer", fact, _text(value), ceiling)
+
+
+def _text(value: Any) -> str:
+    return value["choices"][0]["message"]["content"] or ""
 
 
 def flags_of(config: EngineConfig) -> list[str]:

@@ -13,20 +13,11 @@ from engine.engine import Engine
 from engine.result import PageView, Result
 from gates.bare import stops
 from gates.haystack import Document, Fact
-from gates.verdict import Arm, Check, Outcome
+from gates.verdict import Arm, Check, Outcome, Question
 
 ANSWER = 16  # tokens; the phantom's answers take about 7
 STRIPS = 3  # misses of an arm whose pages are kept: each is asked for once more
 MARGIN = 4  # tokens beside a fact that belong to it, when its pages are hidden
-
-
-class Question(Protocol):
-    """What a gate asks: `answered(text)` says whether the answer holds every expected value."""
-
-    @property
-    def expected(self) -> str: ...
-
-    def answered(self, text: str) -> bool: ...
 
 
 class Exam(Protocol):

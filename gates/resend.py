@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from functools import partial
 
 from engine.config import PAGE, RecallParams, SamplingParams
 from engine.engine import Engine
@@ -10,7 +11,7 @@ from engine.errors import EngineError
 from engine.result import AuditError, Progress, Result
 from gates.arms import forgetting
 from gates.context import ROOM, Context
-from gates.haystack import Document
+from gates.haystack import Document, Fact
 from gates.verdict import Check, Report
 
 TOKENS, POOL, CHUNK = 3_000, 28 * PAGE, 256
@@ -47,8 +48,8 @@ def _ask(context: Context, engine: Engine, document: Document) -> Result:
 def _again(context: Context, engine: Engine, document: Document, report: Report) -> None:
     context.say("resend: twice, and after a cancel", 0.0)
     first, second = (_ask(context, engine, document) for _ in range(2))
-    right = document.asked[0].answered(first.text)
-    report.checks.append(Check("the first answer", right, f"'{first.text}' for {document.asked[0].expected}"))
+    fact = document.asked[0]
+    report.answered("the first answer", fact, first.text, partial(_seeing, engine, document, fact))
     same, cached = first.text == second.text, second.usage.cached / second.usage.prompt
     report.checks.append(
         Check("the same request again", same and cached > 0.9, f"'{second.text}', {cached:.1%} cached")
@@ -95,15 +96,20 @@ def _other(engine: Engine, document: Document, other: Document, report: Report) 
     """Another document in the same pages: what was known of the first one's keys must not lead astray."""
     engine.forget()
     params = RecallParams(prefill="window", scorer="token", budget_pages=4)
-    right = []
     for one in (document, other):
         engine.forget()
         for fact in one.asked:
             prepared = engine.prepare(one.messages(fact), SamplingParams(max_tokens=16), params)
-            right.append(fact.answered(engine.complete(prepared).text))
+            said = engine.complete(prepared).text
+            name = f"another document in the same pages, by key digests alone: {fact.key}"
+            report.answered(name, fact, said, partial(_seeing, engine, one, fact))
     engine.audit(deep=True)
-    detail = f"{sum(right)} of {len(right)} right, found by key digests alone"
-    report.checks.append(Check("another document in the same pages", all(right), detail))
+
+
+def _seeing(engine: Engine, document: Document, fact: Fact) -> str:
+    """The model's answer where everything is visible."""
+    params = RecallParams(prefill="exact", decode="exact")
+    return engine.complete(engine.prepare(document.messages(fact), SamplingParams(max_tokens=16), params)).text
 
 
 def _audit_can_fail(engine: Engine, report: Report) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Protocol
 
 from gates.interval import clopper_pearson, fisher, sign_test
 
@@ -27,6 +28,15 @@ def to_json(reports: Sequence[Report], command: str) -> dict[str, object]:
         "command": command,
         "reports": [report.to_json() for report in reports],
     }
+
+
+class Question(Protocol):
+    """What a gate asks: `answered(text)` says whether the answer holds every expected value."""
+
+    @property
+    def expected(self) -> str: ...
+
+    def answered(self, text: str) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -144,6 +154,19 @@ class Report:
     @property
     def exit_code(self) -> int:
         return EXIT[self.verdict]
+
+    def answered(self, name: str, question: Question, said: str, ceiling: Callable[[], str]) -> None:
+        """A check that `said` is right. Where it isn't, `ceiling` says what the model answers seeing everything: if it
+        can't do it itself, that is a note and no check.
+        """
+        right, detail = question.answered(said), f"'{said}' for {question.expected}"
+        if not right:
+            seeing = ceiling()
+            detail += f", seeing everything '{seeing}'"
+            if not question.answered(seeing):
+                self.notes.append(f"{name}: not counted, the model itself can't: {detail}")
+                return
+        self.checks.append(Check(name, right, detail))
 
     def judge(self) -> Report:
         """WEAK MODEL before BLIND before FAIL before INCONCLUSIVE: each makes the later ones meaningless."""

@@ -14,6 +14,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from gates.arms import blinding, forgetting
 from gates.context import Context
+from gates.facts import Fact
 from gates.interval import clopper_pearson, fisher, sign_test
 from gates.options import GateOptions
 from gates.registry import GATES, known, run_gate, run_in
@@ -69,6 +70,14 @@ def test_a_control_counts_only_beside_its_green_twin():
 def test_a_failed_instrument_check_and_a_failed_control_check_turn_it_red():
     assert verdict(DENSE, arm(), OFF, checks=[Check("pages hidden", False, "0 hidden")]).exit_code == 1
     assert verdict(checks=[Check("a", True, ""), Check("flip", False, "not caught", control=True)]).exit_code == 3
+
+
+def test_a_wrong_answer_is_held_against_the_engine_only_where_the_model_knows_better():
+    fact = Fact("keyed", "red fox", "The code is 48213.", "The code?", "48213")
+    for said, seeing, verdict, noted in (("48213", "", "PASS", 0), ("1", "48213", "FAIL", 0), ("1", "2", "PASS", 1)):
+        report = Report("reuse", checks=[Check("cached", True, "")])
+        report.answered("right", fact, said, lambda seeing=seeing: seeing)
+        assert (report.judge().verdict, len(report.notes)) == (verdict, noted)
 
 
 def test_a_switch_that_blinds_the_engine_fails_by_name():
