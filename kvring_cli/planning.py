@@ -116,7 +116,9 @@ def card_place(card: CardFacts, ram: int) -> Place:
 def here(facts: Facts, config: EngineConfig, model: str = "", ram: int | None = None) -> Place:
     """This machine as it is now, for the device and dtype that an engine would take. `model`: its file."""
     memory = facts.memory
-    free = ram if ram is not None else memory.usable if memory else 0
+    if ram is None and memory is None:
+        raise ConfigError("the system does not say how much RAM is free", "kvring plan MODEL --ram 16GiB says it")
+    free = memory.usable if ram is None else ram
     gpu = None if config.device == "cpu" or not facts.torch.sees_card else facts.gpu
     if config.device.startswith("cuda") and gpu is None:
         raise ConfigError("no CUDA device is here to plan for", "--card 12gb plans for one that isn't here")
@@ -155,7 +157,12 @@ def make_plan(shape: Shape, place: Place, config: EngineConfig, *, weight_bits: 
         device = "cpu" if place.device is None else "cuda"
         memory = place.memory
         if place.device is None:  # weights lie in the same memory, and are loaded before the tiers are sized
-            memory = replace(memory, ram=max(0, memory.ram - weights))
+            if weights >= memory.ram:
+                raise ConfigError(
+                    f"weights {format_bytes(weights)} exceed the {format_bytes(memory.ram)} of RAM that is free",
+                    "free memory, or a smaller model, or one in fewer bits",
+                )
+            memory = replace(memory, ram=memory.ram - weights)
         plan = partial(
             plan_capacity,
             settings,

@@ -149,8 +149,8 @@ def predict(
         unpacked = sum(time(f"unpack/{kind}", size) for kind, size in work.packed if kind != dtype)
         return time(f"{kind}/{dtype}", work.layer_flops(rows)) + unpacked
 
-    def beside(kind: str) -> float:
-        return time(f"{kind}/{dtype}", context) if f"{kind}/{dtype}" in rates else 0.0
+    def where_measured(kind: str, amount: float) -> float:
+        return time(f"{kind}/{dtype}", amount) if f"{kind}/{dtype}" in rates else 0.0
 
     prefill = 0.0
     for start in range(0, context, chunk):
@@ -172,17 +172,16 @@ def predict(
     if recalls:
         seen += time(f"score_row/{dtype}", work.scores(context))
     near = time(f"attend_row/{dtype}", work.window_bytes(min(work.window, context))) if sliding else 0.0
-    step = layers * row + paged * seen + sliding * near + head + beside("step")
+    step = layers * row + paged * seen + sliding * near + head + where_measured("step", context)
     rows = QUESTION + PAGE // 2  # a prefix resumes in whole pages
     whole = recalls and f"turn_layer/{dtype}" in rates
-    turn = layers * products(rows, "turn_layer" if whole else "layer") + head + beside("turn_start")
+    turn = layers * products(rows, "turn_layer" if whole else "layer") + head + where_measured("turn_start", context)
     turn += paged * time(f"attend/{dtype}", work.attend_flops(rows, window if over else context))
     if sliding:
         turn += sliding * time(f"attend/{dtype}", work.attend_flops(rows, min(work.window, context)))
     if recalls:
         turn += paged * time(f"turn/{dtype}", work.scores(context))
-        if f"turn_fetch/{dtype}" in rates:
-            turn += paged * time(f"turn_fetch/{dtype}", work.window_bytes(new_pages(selection, pool, context)))
+        turn += paged * where_measured("turn_fetch", work.window_bytes(new_pages(selection, pool, context)))
     return Prediction(prefill, context / prefill, 1 / step, turn)
 
 

@@ -115,6 +115,16 @@ def test_a_quantised_file_is_planned_for_as_it_is_loaded(tmp_path):
     assert (plain.packed, plain.packed_head) == ((), "")
 
 
+def test_on_the_cpu_it_is_said_when_the_weights_alone_outgrow_the_ram_or_nobody_knows_of_it():
+    tight, config = HostMemory(8 * GIB, 2 * GIB), EngineConfig(model="", device="cpu")
+    plan = make_plan(PUBLISHED["qwen3-4b"], here(laptop(memory=tight), config), config, weight_bits=4.5)
+    assert plan.capacity is None and plan.largest == 0
+    assert plan.refusal == "weights 2.11 GiB exceed the 2 GiB of RAM that is free"
+    with pytest.raises(ConfigError, match="does not say") as refused:
+        here(laptop(memory=None), config)
+    assert "--ram" in refused.value.fix and here(laptop(memory=None), config, ram=GIB).ram == GIB
+
+
 def test_ram_is_an_input_and_halves_what_it_holds():
     def plan(ram, kv_dtype):
         flags = {"max_context": "128K", "kv_dtype": kv_dtype}
