@@ -56,7 +56,8 @@ def _head(look: Look) -> Any:
     shape = ", ".join(f"{name} {window[name]}" for name in ("sink", "selection", "recent", "free"))
     state = f"ring on ({shape})" if ring["ring"] else "ring off: the pool holds the whole context"
     head = Text(f"kvring | {ring['model']}", "bold", overflow="fold")
-    head.append(f" | {look.url} | {ring['backend']} | context {ring['context_tokens']:,} tokens | {state}", "not bold")
+    context = f"context {ring['context_tokens']:,} tokens in {ring['kv_dtype']}"
+    head.append(f" | {look.url} | {ring['backend']} | {context} | {state}", "not bold")
     return head
 
 

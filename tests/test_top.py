@@ -37,6 +37,7 @@ RING = {
     "uptime_seconds": 12.5,
     "age_seconds": 0.1,
     "context_tokens": 32768,
+    "kv_dtype": "bf16",
     "page_tokens": 64,
     "ring": True,
     "pool": {"pages": 63, "used": 40, "bytes": 33030144},
@@ -129,7 +130,11 @@ def test_in_a_pipe_one_frame_is_all(serve, capsys):
 
 def test_an_idle_or_dense_server_is_shown_too():
     shown = text_of({**RING, "ring": False, "sessions": []})
-    assert "ring off: the pool holds the whole context" in shown and rate({"sessions": []}) == 0
+    assert (
+        "context 32,768 tokens in bf16" in shown
+        and "ring off: the pool holds the whole context" in shown
+        and rate({"sessions": []}) == 0
+    )
 
 
 @pytest.mark.parametrize("width", [20, 60, 200])

@@ -111,7 +111,7 @@ const gib = (bytes) => (bytes < 2 ** 30 ? `${whole(bytes / 2 ** 20)} MiB` : `${(
 
 function draw(ring) {
   served.model = ring.model;
-  $("model").textContent = `${ring.model} · ${ring.backend} · context ${whole(ring.context_tokens)} tokens`;
+  $("model").textContent = `${ring.model} · ${ring.backend} · context ${whole(ring.context_tokens)} tokens in ${ring.kv_dtype}`;
   $("ring-state").textContent = ring.ring
     ? `on: ${ring.window.sink} sink, ${ring.window.selection} selected, ${ring.window.recent} recent pages`
     : "off: the pool holds the whole context";
