@@ -8,8 +8,10 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from platform import libc_ver
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +20,7 @@ from engine.errors import EngineError
 from engine.platform import WSL2, Linux, Windows, gather, this_platform
 from engine.platform.facts import HostMemory, parse_capability, slug
 from engine.platform.nvidia import NO_DRIVER, read_cards
-from engine.units import GIB, MIB
+from engine.units import GIB, KIB, MIB
 from tests.machines import A4000_TCC, RTX_3060
 
 ROOT = Path(__file__).parent.parent
@@ -352,3 +354,16 @@ def test_a_user_without_a_home_is_told_which_folder_to_name(monkeypatch, capsys,
     for line in (["run", "phantom", "Hello"], ["receipt"], ["calibrate", "--routes-only"], ["inspect", "smollm2-135m"]):
         assert call(line) == 1, line
         assert capsys.readouterr().err.endswith("fix: XDG_CACHE_HOME=a folder that can be written, or HOME\n"), line
+
+
+@pytest.mark.skipif(libc_ver()[0] != "glibc", reason="another allocator than glibc's")
+def test_what_was_freed_goes_back_to_the_system():
+    def resident() -> int:
+        return psutil.Process().memory_info().rss
+
+    small = [bytearray(64 * KIB) for _ in range(1600)]  # below what malloc maps by itself
+    last = small.pop()  # lies above the others, which malloc therefore keeps
+    del small
+    before = resident()
+    this_platform().trim()
+    assert before - resident() > 50 * MIB and len(last) == 64 * KIB
