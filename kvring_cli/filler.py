@@ -22,6 +22,6 @@ _WORDS = (
 )
 
 
-def filler(words: int) -> str:
-    """So many; a longer one begins like a shorter one."""
-    return " ".join(_WORDS[(7 * n + n // 16) % 16] for n in range(words))
+def filler(words: int, after: int = 0) -> str:
+    """So many, those that come `after` so many others; a longer text begins like a shorter one."""
+    return " ".join(_WORDS[(7 * n + n // 16) % 16] for n in range(after, after + words))

@@ -10,14 +10,15 @@ the *time* is interpolated, so that a call's fixed cost counts where the work is
     attend_row/DTYPE    bytes of K and V in the window that one row reads
     score_row/DTYPE     keys x heads x head dim that one row is scored against
     h2d_pinned          bytes to the card
-    turn/DTYPE          the same for a short chunk that resumes a long context: scoring, and on a CPU fetching
+    turn/DTYPE          the same for a short chunk that resumes a long context: scoring and fetching
 
 On a card further ones, where weights may be packed and a step costs something beside its layers:
 
-    step/DTYPE          by tokens of the context: steps a second of a model without layers
+    step/DTYPE          by tokens of the context: steps a second of a model without layers, and of no more beyond them
     turn_start/DTYPE    the same for a second turn
     turn_layer/DTYPE    FLOP of one layer's matrices in a second turn over cold pages, with all it does there but fetch
-    turn_fetch/DTYPE    bytes of `new_pages` of one layer, in the time that fetching those took that really were new
+    turn_fetch/DTYPE    bytes of `new_pages` of one layer, in the time that fetching those took that really were new;
+                        where it is known, scoring goes at the rate of attention and there is no turn/DTYPE
     product/TYPE        bytes of weights of that type (a dtype, or a GGUF type) in one row's products
     unpack/TYPE         bytes of weights of that type that many rows make plain ones of first
 """
@@ -34,6 +35,7 @@ import torch
 from engine.config import PAGE
 from engine.errors import ConfigError
 from engine.model.packing import FOUR_BIT
+from engine.recall.recall import QUERY_ROWS
 from engine.routes import Bands
 
 QUESTION = 64
@@ -105,6 +107,10 @@ class Work:
     def window_bytes(self, tokens: float) -> float:
         return 2.0 * tokens * self.kv_heads * self.head_dim * self.kv_bytes
 
+    def code_bytes(self, tokens: float) -> float:
+        """Of the 4-bit key codes that a row reads in one layer, and their scales."""
+        return self.scored * tokens * self.kv_heads * (self.head_dim / 2 + 4)
+
     def scores(self, tokens: int) -> float:
         return self.scored * tokens * self.heads * self.head_dim
 
@@ -152,6 +158,16 @@ def predict(
     def where_measured(kind: str, amount: float) -> float:
         return time(f"{kind}/{dtype}", amount) if f"{kind}/{dtype}" in rates else 0.0
 
+    def scoring() -> float:
+        """Of one row; on a card beyond the longest context that was measured by the bytes that it reads."""
+        amount, bands = work.scores(context), rates.get(f"score_row/{dtype}")
+        if not bands or amount <= bands[-1][0] or not on_card:
+            return time(f"score_row/{dtype}", amount)
+        beyond = work.code_bytes(context) * (1 - bands[-1][0] / amount)
+        return time(f"score_row/{dtype}", bands[-1][0]) + time(f"attend_row/{dtype}", beyond)
+
+    on_card = f"step/{dtype}" in rates
+    beside = time(f"step/{dtype}", min(context, rates[f"step/{dtype}"][-1][0])) if on_card else 0.0
     prefill = 0.0
     for start in range(0, context, chunk):
         rows = min(chunk, context - start)
@@ -170,9 +186,9 @@ def predict(
     seen = time(f"attend_row/{dtype}", work.window_bytes(window if over else context))
     recalls = over and selection > 0
     if recalls:
-        seen += time(f"score_row/{dtype}", work.scores(context))
+        seen += scoring()
     near = time(f"attend_row/{dtype}", work.window_bytes(min(work.window, context))) if sliding else 0.0
-    step = layers * row + paged * seen + sliding * near + head + where_measured("step", context)
+    step = layers * row + paged * seen + sliding * near + head + beside
     rows = QUESTION + PAGE // 2  # a prefix resumes in whole pages
     whole = recalls and f"turn_layer/{dtype}" in rates
     turn = layers * products(rows, "turn_layer" if whole else "layer") + head + where_measured("turn_start", context)
@@ -180,8 +196,11 @@ def predict(
     if sliding:
         turn += sliding * time(f"attend/{dtype}", work.attend_flops(rows, min(work.window, context)))
     if recalls:
-        turn += paged * time(f"turn/{dtype}", work.scores(context))
-        turn += paged * where_measured("turn_fetch", work.window_bytes(new_pages(selection, pool, context)))
+        if f"turn_fetch/{dtype}" in rates:
+            turn += paged * time(f"turn_fetch/{dtype}", work.window_bytes(new_pages(selection, pool, context)))
+            turn += paged * time(f"attend/{dtype}", work.attend_flops(QUERY_ROWS, context) / 2)
+        else:
+            turn += paged * time(f"turn/{dtype}", work.scores(context))
     return Prediction(prefill, context / prefill, 1 / step, turn)
 
 

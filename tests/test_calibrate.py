@@ -18,7 +18,6 @@ from engine.errors import EngineError
 from engine.model.random import random_config
 from engine.platform import this_platform
 from engine.routes import CANDIDATES, COMPILED_IN, Routes
-from engine.units import GIB
 from kvring_cli.app import call
 from kvring_cli.calibration.choose import bands, fastest
 
@@ -117,15 +116,17 @@ def test_two_depths_tell_a_steps_own_cost_from_its_layers(monkeypatch):
     from kvring_cli.calibration.standin import Size, stand_in, work_of
     from kvring_cli.predict import new_pages, predict
 
-    lengths = samples.Lengths(short=1280, long=2048, far=8192, pool=1024, chunk=128)
+    lengths = samples.Lengths(short=1280, long=2048, pool=1024, chunk=128)
 
     def sample(model, lengths, page=0.0):
         """7 ms a step and 90 a turn, whatever the layers; 2 ms of a layer's step, 5 of its turn, 3 of its chunk. A turn
         finds half of its pages in the selection before.
         """
         layers = model.config.layers
-        token, turn = ({n: own + layers * each for n in lengths.timed} for own, each in ((0.007, 0.002), (0.09, 0.005)))
-        fetched = {n: layers * new_pages(512, 1024, n) / PAGE / 2 for n in lengths.timed}
+        token, turn = (
+            {n: own + layers * each for n in lengths.contexts} for own, each in ((0.007, 0.002), (0.09, 0.005))
+        )
+        fetched = {n: layers * new_pages(512, 1024, n) / PAGE / 2 for n in lengths.contexts}
         return samples.Sample(layers, token, turn, 0.003 * layers, 1e-9 * layers, 96, fetched, 512)
 
     monkeypatch.setattr(rates, "sample", sample)
@@ -139,16 +140,6 @@ def test_two_depths_tell_a_steps_own_cost_from_its_layers(monkeypatch):
         assert 1 / told.decode_rate == pytest.approx(0.007 + 30 * 0.002, rel=0.02)
         turn = 0.09 + 30 * (0.005 + 0.001 * fetched / PAGE / 2)
         assert told.second_turn_seconds == pytest.approx(turn, rel=0.02), "it fetches a selection, and no more"
-
-
-@pytest.mark.parametrize(("ram", "far"), [(64, 131_072), (8, 131_072), (7.9, 65_536), (3, 40_960), (0, 40_960)])
-def test_the_far_context_takes_no_more_than_half_of_the_free_ram(ram, far):
-    """8 layers of 8 heads over 128 channels: 32 KiB a token."""
-    from kvring_cli.calibration.samples import LENGTHS, that_fit
-    from kvring_cli.predict import Work
-
-    work = Work(8, 4096, 12288, 32, 8, 128, 1000, "bfloat16", "bfloat16", 2, 2, 2)
-    assert that_fit(LENGTHS["cuda"], work, int(ram * GIB)).far == far
 
 
 def test_a_part_that_fails_is_named_and_the_rest_is_kept(monkeypatch):

@@ -356,13 +356,13 @@ def test_this_machines_card_is_planned_for_in_bfloat16():
 
 @pytest.mark.parametrize(
     ("context", "chunk", "prefill", "decode", "second"),
-    [(32_768, 4096, 24_543, 149.1, 0.0598), (131_072, 8192, 9962, 121.8, None)],
+    [(32_768, 4096, 22_777, 148.9, 0.0358), (131_072, 8192, 10_739, 129.2, 0.061), (262_144, 8192, None, 129.4, None)],
 )
 def test_the_h200s_row_predicts_what_was_measured_there(context, chunk, prefill, decode, second):
-    """`kvring bench rates -m random:qwen3-8b --kv-capacity 17920`, by the run that wrote the row and an earlier one."""
+    """`kvring bench rates -m random:qwen3-8b --kv-capacity 17920`, in other runs of the day when the row was made."""
     row = next(row for row in built_in() if row.hardware_class == "nvidia-h200-sm90")
     work = Work.of(PUBLISHED["qwen3-8b"], torch.bfloat16, four_bit=False)
     told = predict(work, row.rates, context=context, pool=17_920, window=17_664, selection=8960, chunk=chunk)
-    assert told.prefill_rate == pytest.approx(prefill, rel=0.2)
+    assert prefill is None or told.prefill_rate == pytest.approx(prefill, rel=0.2)
     assert told.decode_rate == pytest.approx(decode, rel=0.2)
     assert second is None or told.second_turn_seconds == pytest.approx(second, rel=0.2)

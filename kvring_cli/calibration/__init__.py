@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from engine.platform import Platform
     from kvring_cli.calibration.parts import Say, Warn
 
-ROUTES_WITHIN, RATES_WITHIN = 40, 90
+ROUTES_WITHIN, RATES_WITHIN = 40, 60
 """Seconds on a card after which no further part is begun: a first start waits for the routes."""
 
 
@@ -58,7 +58,7 @@ def calibrate(
     if rates:
         from kvring_cli.calibration.rates import in_bands
 
-        every = _rates(device, platform, quick)
+        every = _rates(device, quick)
         points = [point for some in parts.measured(every, RATES_WITHIN if card else float("inf")) for point in some]
         profile = replace(row({}), rates=in_bands(points))
     if not parts.done:
@@ -73,16 +73,15 @@ def calibrate(
     return profile
 
 
-def _rates(device: torch.device, platform: Platform, quick: bool) -> Iterator:
+def _rates(device: torch.device, quick: bool) -> Iterator:
     from kvring_cli.calibration import links, products, rates
 
-    ram = platform.memory().usable
     if device.type == "cuda":
         yield from links.cases(device)
         yield from products.cases(device)
-        yield from rates.cases(device, ram)  # the longest parts
+        yield from rates.cases(device)  # the longest parts
     else:
-        yield from rates.cases(device, ram, smallest=quick)
+        yield from rates.cases(device, smallest=quick)
 
 
 def _what(device: torch.device, count: int) -> str:

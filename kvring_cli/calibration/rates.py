@@ -9,9 +9,10 @@ from torch import Tensor
 
 from engine.config import PAGE
 from engine.model.load import LoadedModel
+from engine.recall.recall import QUERY_ROWS
 from engine.routes import Bands
 from kvring_cli.calibration.links import gather
-from kvring_cli.calibration.samples import FEW, LEAST, LENGTHS, Lengths, head_seconds, sample, that_fit
+from kvring_cli.calibration.samples import FEW, LEAST, LENGTHS, Lengths, head_seconds, sample
 from kvring_cli.calibration.standin import CPU_SIZES, CUDA_SIZES, shallower, stand_in, work_of
 from kvring_cli.predict import Work, new_pages
 
@@ -23,8 +24,8 @@ SHALLOW = 2
 """Layers of the second stand-in of each size on a card."""
 
 
-def cases(device: torch.device, ram: int, *, smallest: bool = False) -> Iterator[tuple[str, Callable[[], Points]]]:
-    """What is measured, and how. ram: bytes that are free; `smallest`: one stand-in only, for tests."""
+def cases(device: torch.device, *, smallest: bool = False) -> Iterator[tuple[str, Callable[[], Points]]]:
+    """What is measured, and how; `smallest`: one stand-in only, for tests."""
     from engine.device import cpu_multiplies_bfloat16
 
     if device.type == "cuda":
@@ -38,10 +39,9 @@ def cases(device: torch.device, ram: int, *, smallest: bool = False) -> Iterator
             def measure(size=size, dtype=dtype, four_bit=four_bit) -> Points:
                 model = stand_in(size, device, dtype, four_bit=four_bit)
                 work = work_of(model, four_bit=four_bit)
-                if device.type == "cpu":
-                    return list(points(model, work, LENGTHS["cpu"]))
-                page = int(work.window_bytes(PAGE))
-                return list(points(model, work, that_fit(LENGTHS["cuda"], work, ram), page / gather(device, page)))
+                size = int(work.window_bytes(PAGE))
+                page = size / gather(device, size) if device.type == "cuda" else None
+                return list(points(model, work, LENGTHS[device.type], page))
 
             yield f"{size.layers} layers of {size.hidden}, {str(dtype).removeprefix('torch.')}", measure
 
@@ -79,23 +79,23 @@ def points(
 
     # Over the pool: the same row and window, and scoring that grows with the context.
     window = byte * work.window_bytes(lengths.pool - 4 * PAGE)
-    for tokens in (lengths.short, lengths.far):
+    for tokens in (lengths.short, lengths.long):
         yield f"score_row/{dtype}", *_rate(work.scores(tokens), per.token[tokens] / layers - row - window)
 
     small = per.first[FEW] / layers
     yield f"layer/{dtype}", *_rate(work.layer_flops(per.computed), small)
-    seen = per.slope / lengths.chunk * per.computed * (lengths.pool - 4 * PAGE)  # the window's own attention
-    short, far = ((per.first[tokens] - seen) / layers for tokens in (lengths.short, lengths.far))
-    least, most = work.scores(lengths.short), work.scores(lengths.far)
-    if page is not None:  # other kernels read a question over cold pages than within the pool: that is known as a whole
-        yield f"turn_layer/{dtype}", *_rate(work.layer_flops(per.computed), short)
-        yield f"turn/{dtype}", least, least / LEAST
-        yield f"turn/{dtype}", *_rate(most, far - short)
-        cold = work.window_bytes(new_pages(deep.selection, lengths.pool, lengths.far))
-        yield f"turn_fetch/{dtype}", *_rate(cold, page * deep.fetched[lengths.far] / deep.layers)
-    else:
-        yield f"turn/{dtype}", *_rate(least, short - small)
-        yield f"turn/{dtype}", *_rate(most, far - small)
+    pair = per.slope / lengths.chunk  # seconds of one row's attention to one key
+    window = pair * per.computed * (lengths.pool - 4 * PAGE)
+    short, long = ((per.first[tokens] - window) / layers for tokens in (lengths.short, lengths.long))
+    if page is None:
+        yield f"turn/{dtype}", *_rate(work.scores(lengths.short), short - small)
+        yield f"turn/{dtype}", *_rate(work.scores(lengths.long), long - small)
+        return
+    # Other kernels read a question over cold pages than within the pool: what they take is known as a whole.
+    scoring = pair * QUERY_ROWS / 2 * (lengths.short + lengths.long) / 2 / layers
+    yield f"turn_layer/{dtype}", *_rate(work.layer_flops(per.computed), (short + long) / 2 - scoring)
+    cold = work.window_bytes(new_pages(deep.selection, lengths.pool, lengths.long))
+    yield f"turn_fetch/{dtype}", *_rate(cold, page * deep.fetched[lengths.long] / deep.layers)
 
 
 def head_rate(head: Tensor, dtype: str) -> tuple[str, float, float]:

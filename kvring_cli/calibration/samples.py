@@ -17,29 +17,24 @@ from engine.ops.linear import linear
 from engine.result import Progress, Result, Token
 from engine.trials import median_seconds, own_clock, quick
 from kvring_cli.filler import filler
-from kvring_cli.predict import QUESTION, Work
+from kvring_cli.predict import QUESTION
 
 LEAST = 1e-9  # seconds: a difference of two measurements may come out at nothing
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens: of the contexts over the pool, the pool, a chunk, and the answers.
-
-    `far`: of the longest one whose steps are timed; beyond `long` it is filled by windows, and no chunk of it is timed.
-    """
+    """Tokens: of the two contexts over the pool, the pool, a chunk, and the answers."""
 
     short: int = 3072
     long: int = 6144
-    far: int = 6144
     pool: int = 2048
     chunk: int = 512
     answer: int = 48
 
     @property
-    def timed(self) -> tuple[int, int, int, int]:
-        """Contexts whose steps and second turns are timed."""
-        return FEW, self.dense, self.short, self.far
+    def contexts(self) -> tuple[int, int, int, int]:
+        return FEW, self.dense, self.short, self.long
 
     @property
     def dense(self) -> int:
@@ -47,9 +42,9 @@ class Lengths:
         return self.pool - 512
 
 
-LENGTHS = {"cpu": Lengths(), "cuda": Lengths(short=20_480, long=40_960, far=131_072, pool=17_920, chunk=4096)}
-"""On a card few chunk lengths, because cuDNN plans each anew, the pool that is its default, and the context that people
-want of it: what grows with the context is small beside the noise of two short ones.
+LENGTHS = {"cpu": Lengths(), "cuda": Lengths(short=20_480, long=40_960, pool=17_920, chunk=4096)}
+"""On a card few chunk lengths, because cuDNN plans each anew, and the pool that is its default. A context of 131,072
+tokens would take half a minute more on an H200: predictions go there by bytes.
 """
 FEW = 128
 """Tokens of the shortest context."""
@@ -99,18 +94,11 @@ class Sample:
         )
 
 
-def that_fit(lengths: Lengths, work: Work, ram: int) -> Lengths:
-    """With a `far` context whose pages take no more than half of `ram`, as far as that goes."""
-    while lengths.far > lengths.long and 2 * work.layers * work.window_bytes(lengths.far) > ram:
-        lengths = replace(lengths, far=max(lengths.long, lengths.far // 2))
-    return lengths
-
-
 def sample(model: LoadedModel, lengths: Lengths, page: float = 0.0) -> Sample:
     """page: seconds in which a layer's page is fetched, on a card."""
     config = EngineConfig(
         model="",
-        max_context=max(lengths.long, lengths.far) + 1024,
+        max_context=lengths.long + 1024,
         kv_capacity=lengths.pool,
         prefill_chunk=lengths.chunk,
         device_profile="off",
@@ -121,17 +109,15 @@ def sample(model: LoadedModel, lengths: Lengths, page: float = 0.0) -> Sample:
         engine.unpinned(wait=True)
         _run(engine, 300, 4)  # whatever is made on first use
         head = head_seconds(model.transformer.weights.head)
-        for tokens in sorted({*lengths.timed, lengths.long}):
-            fill = "exact" if tokens <= lengths.long else "window"
-            runs[tokens] = _run(engine, tokens, lengths.answer, fill)
-            if tokens in lengths.timed:
-                turns[tokens] = _turn(engine, tokens, fill)
+        for tokens in lengths.contexts:
+            runs[tokens] = _run(engine, tokens, lengths.answer)
+            turns[tokens] = _turn(engine, tokens)
     finally:
         engine.close()
     slope, chunk = _line([*runs[lengths.long].chunks, *runs[lengths.short].chunks])
     return Sample(
         model.config.layers,
-        {tokens: runs[tokens].token - head for tokens in lengths.timed},
+        {tokens: run.token - head for tokens, run in runs.items()},
         {tokens: turn.first - head - page * turn.fetched for tokens, turn in turns.items()},
         chunk,
         slope,
@@ -141,32 +127,30 @@ def sample(model: LoadedModel, lengths: Lengths, page: float = 0.0) -> Sample:
     )
 
 
-def _run(engine: Engine, tokens: int, answer: int, fill: str = "exact") -> Run:
-    """A fresh prefill and an answer of so many tokens.
+def _run(engine: Engine, tokens: int, answer: int) -> Run:
+    """A fresh exact prefill and an answer of so many tokens.
 
     On a card it is asked for again: the first answer fetches its selection while it is written, and captures graphs.
     """
     engine.forget()
     asked = filler(tokens), SamplingParams(max_tokens=answer, ignore_eos=True)
-    run = _timed(engine, *asked, RecallParams(prefill=fill))
-    return replace(run, token=_timed(engine, *asked, _later(fill)).token) if _on_card(engine) else run
+    run = _timed(engine, *asked, RecallParams(prefill="exact"))
+    return replace(run, token=_timed(engine, *asked, RecallParams()).token) if _on_card(engine) else run
 
 
-def _turn(engine: Engine, tokens: int, fill: str, rounds: int = 5) -> Run:
-    """One of some further turns of the conversation that `_run` left behind: a quick one, on a card the median.
+def _turn(engine: Engine, tokens: int, rounds: int = 5) -> Run:
+    """One of some further turns over the context that `_run` left behind: a quick one, on a card the median.
 
-    Each computes half a page of the turn before beside its own tokens, as turns that end anywhere do.
+    Each computes half a page beside its own tokens, as turns that begin anywhere do. Over the pool each goes on from
+    the one before, and fetches what a conversation does; within it all are of one length, which cuDNN plans once.
     """
     ask, spare = SamplingParams(max_tokens=1, ignore_eos=True), 2 if _on_card(engine) else 1
-    said = [filler(tokens + PAGE // 2), *[filler(QUESTION)] * (rounds + spare)]
-    turns = [" ".join(said[: n + 2]) for n in range(rounds + spare)]
-    runs = sorted([_timed(engine, text, ask, _later(fill)) for text in turns][spare:], key=lambda run: run.first)
+    text, asked = filler(tokens + PAGE // 2), []
+    for n in range(rounds + spare):
+        asked.append(f"{text} {filler(QUESTION, after=n + 1)}")
+        text = asked[-1] if tokens > engine.capacity.pool_pages * PAGE else text
+    runs = sorted([_timed(engine, text, ask, RecallParams()) for text in asked][spare:], key=lambda run: run.first)
     return runs[rounds // 2 if _on_card(engine) else rounds // 4]
-
-
-def _later(fill: str) -> RecallParams:
-    """What resumes from pages that were filled so: those of an exact pass serve everybody."""
-    return RecallParams() if fill == "exact" else RecallParams(prefill=fill)
 
 
 def _on_card(engine: Engine) -> bool:
