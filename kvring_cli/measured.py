@@ -16,7 +16,7 @@ from kvring_cli.filler import filler
 from kvring_cli.planning import Plan
 from kvring_cli.predict import QUESTION
 
-_ANSWER, _TURNS = 48, 4
+_ANSWER, _TURNS = 48, 8
 
 
 @dataclass(frozen=True)
