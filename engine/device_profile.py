@@ -17,7 +17,7 @@ from typing import Any
 
 from engine.errors import ConfigError
 from engine.files import cache_folder, check_folder, write_whole
-from engine.routes import Bands
+from engine.routes import SETTINGS, Bands
 
 VERSION = 1
 SCHEMA = f"kvring.device-profiles/{VERSION}"
@@ -166,10 +166,16 @@ def _row(raw: Any) -> DeviceProfile:
     for key, bands in rates.items():
         if not all(isinstance(rate, int | float) and 0 < rate < float("inf") for _, rate in bands):
             raise ValueError(f"{key} has a rate that is no positive number")
+    for key in SETTINGS:
+        most = count if key == "threads" and count else float("inf")
+        if not all(type(value) is int and 0 < value <= most for _, value in routes.get(key, ())):
+            raise ValueError(f"{key} has a value that no machine of this row could take")
     return DeviceProfile(name, count, str(raw["origin"]), routes, rates)
 
 
 def _bands(key: str, raw: Any) -> Bands:
+    if not isinstance(key, str):
+        raise ValueError(f"{key!r} is no name")
     bands = tuple((last, schedule) for last, schedule in raw)
     lasts = [last for last, _ in bands]
     if not bands or not all(isinstance(last, int) and not isinstance(last, bool) and last > 0 for last in lasts):

@@ -73,6 +73,11 @@ def test_routes_measured_anew_keep_the_rates_that_were_not(tmp_path):
             f"{HEAD}- {{hardware_class: a, multiprocessors: 1, origin: x, routes: {{}}, rates: {{k: [[4, .nan]]}}}}\n",
             "positive",
         ),
+        (f"{HEAD}- {{hardware_class: a, multiprocessors: 1, origin: x, routes: {{1: [[4, a]]}}}}\n", "1 is no name"),
+        *(
+            (f"{HEAD}- {{hardware_class: a, multiprocessors: 4, origin: x, routes: {{{route}}}}}\n", "no machine")
+            for route in ("threads: [[1, 5]]", "threads: [[1, true]]", "prefill_chunk: [[1, 0]]")
+        ),
         ("!!python/object/apply:os.system ['true']", "damaged"),
         ("\x00\x01", "damaged"),
     ],
