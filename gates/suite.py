@@ -62,7 +62,7 @@ def run(context: Context, tokens: int | None = None) -> Report:
 
 def chosen_tasks(options: GateOptions) -> tuple[str, ...]:
     """Those of `--tasks`, or every one; ConfigError for a name that is none."""
-    tasks = options.tasks or ALL
+    tasks = tuple(dict.fromkeys(options.tasks or ALL))  # asked twice, an answer would count twice
     for task in tasks:
         if task not in ALL:
             raise ConfigError(f"there is no task '{task}'", f"some of {', '.join(ALL)}")

@@ -126,6 +126,8 @@ def test_what_a_server_or_an_error_told_of_a_place_stays_here():
         (["multi-needle", "--served-model", "x"], "--base-url"),
         (["suite", "--base-url", "http://127.0.0.1:9", "--budget", "512"], "--budget changes nothing of suite with"),
         (["suite", "--budget", "512", "--kv-capacity", "1024"], "leave one out"),
+        (["reuse", "--base-url", "http://127.0.0.1:9", "-m", "smollm2-135m"], "--served-model names its model"),
+        (["reuse", "--base-url", "http://127.0.0.1:9", "--sink", "128"], "--served-model names its model"),
         (["multi-needle", "--length", "0"], "--length 0 is no length"),
         (["suite", "--budget", ""], "not a number of tokens"),
     ],

@@ -18,7 +18,7 @@ from gates.multi_needle import common
 from gates.options import GateOptions
 from gates.registry import run_in
 from gates.ruler import PAPERS, make_paper
-from gates.suite import run
+from gates.suite import chosen_tasks, run
 from tests.models import phantom_folder
 from tests.test_haystack import COUNT, encode
 
@@ -132,3 +132,4 @@ def test_the_suite_without_a_task_that_counts_says_weak_model(phantom):
         suite(phantom, length=2_500, budget=448)
     with pytest.raises(ConfigError, match="no task 'nonsense'"):
         suite(phantom, tasks=("nonsense",))
+    assert chosen_tasks(GateOptions(tasks=("keyed", "lines", "keyed"))) == ("keyed", "lines")

@@ -13,6 +13,7 @@ from engine.units import parse_tokens
 from kvring_cli import console
 from kvring_cli.files import check_reports
 from kvring_cli.gate_files import repeat, to_send, write_all
+from kvring_cli.models import PHANTOM
 from kvring_cli.options import Flags, Verbose, engine_options
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def gate(
     model: Annotated[
         str,
         typer.Option("--model", "-m", help="The model that is asked; for agreement with a server, the one it serves."),
-    ] = "phantom",
+    ] = PHANTOM,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer trials, for CI.")] = False,
     seeds: Annotated[int, typer.Option("--seeds", min=1, max=1000, help="Documents a task.")] = 1,
     length: Annotated[
@@ -85,6 +86,9 @@ def gate(
     some = tuple(filter(None, (tasks or "").replace(" ", "").split(",")))
     options = GateOptions(quick, seeds, grid, tokens, pool, some, haystack, timeout)
     _refuse_unread(names, options, bool(base_url), served_model)
+    if base_url and registry.LOCAL not in names and (model != PHANTOM or any(v is not None for v in flags.values())):
+        what = "-m and the engine's settings change nothing of a server"
+        raise console.BadUsage(what, f"leave them out; --served-model names its model, {registry.LOCAL} takes -m")
     if pool and flags["kv_capacity"] is not None:
         raise console.BadUsage("--budget and --kv-capacity both say how large the pool is", "leave one out")
     files = {"--json": report, "--html": html, "--junit": junit}
