@@ -20,6 +20,8 @@ from engine.errors import ConfigError
 Stream = Callable[[Random], Iterator[str]]
 
 LONGEST_UNIT = 400  # characters of a user's text between two facts, whatever it has for sentences
+MOST = 32 << 20
+"""Characters that are read of a user's text, which is taken from its start: more than the longest context."""
 HELD_OUT = ("log", "table")  # kinds that training never sees
 
 
@@ -64,7 +66,8 @@ def read_filler(path: str | None) -> str | Filler:
     if path is None:
         return "prose"
     try:
-        return text_filler(Path(path).read_text(encoding="utf-8"), "own text")
+        with Path(path).open(encoding="utf-8-sig") as file:
+            return text_filler(file.read(MOST), "own text")
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not UTF-8 text", "convert it, or give another file") from None
     except OSError as error:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import islice
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -84,12 +86,15 @@ def test_a_text_that_gives_the_answers_away_is_refused_or_left_out():
         build("lines", 2_000, COUNT, 1, filler=text_filler("As line 1 says, so does line 2.\n" * 50, "own"), asked=2)
 
 
-def test_a_haystack_that_is_no_text_is_refused(tmp_path):
+def test_a_haystack_that_is_no_text_is_refused_and_of_a_large_one_its_beginning_read(tmp_path, monkeypatch):
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\x01")
     (tmp_path / "empty").write_text(" \n")
     for name, said in (("binary", "not UTF-8"), ("empty", "holds no text"), ("missing", "can't be read")):
         with pytest.raises(ConfigError, match=said):
             read_filler(str(tmp_path / name))
+    (tmp_path / "large").write_text("\ufeffA line.\n" * 9)
+    monkeypatch.setattr("gates.filler.MOST", 20)
+    assert [*islice(read_filler(str(tmp_path / "large")).stream(Random(1)), 3)] == ["A line.", "\ufeffA line.", "\ufeffA"]
     assert read_filler(None) == "prose" and "prose" in FILLERS
 
 
