@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from engine import faults
 from engine import prepare as _prepare
 from engine.audit import audit
 from engine.backend import FACTORIES, Factory, Say, choose_backend
-from engine.config import PAGE, EngineConfig, RecallParams, SamplingParams
+from engine.config import PAGE, WEIGHT_TYPES, EngineConfig, RecallParams, SamplingParams
 from engine.device import (
     explain_compute,
     free_memory,
@@ -179,6 +180,8 @@ class Engine:
         with loading(config.model):
             if model is None:
                 began, dtype = time.perf_counter(), resolve_dtype(config.dtype, device, config.model)
+                if config.weights in WEIGHT_TYPES and Path(config.model).is_dir():
+                    say(f"weights are quantised to {config.weights} while they are read: minutes, for billions of them")
                 model = load_model(config.model, device, dtype, config.weights)
                 size = format_bytes(model.transformer.weight_bytes)
                 say(f"weights {size} of {model.name} read in {time.perf_counter() - began:.1f} s")

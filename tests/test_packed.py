@@ -25,7 +25,8 @@ from engine.ops.linear import linear
 from engine.ops.packed import TORCH, Kernels, Mixed, Packed, multiplied, pack, pack_blocks, stack, takes_four_bit
 from engine.ops.packed_kernels import disagreement
 from engine.weights.quant import TYPES, QuantType
-from engine.weights.quantise import quantisers
+from engine.weights.quantise import quantise, quantisers
+from engine.weights.quantise_k import BITS
 from engine.weights.random_parts import random_parts
 from tests.gguf_models import save_gguf
 from tests.models import save_folder, smollm2_file, tiny_model
@@ -89,8 +90,8 @@ def test_no_value_of_a_file_is_changed_by_packing_it(name: str) -> None:
 
 @pytest.mark.parametrize("name", quantisers())
 def test_a_types_own_quantiser_is_read_too(name: str) -> None:
-    kind, quant = TYPES[name.upper()], gguf.GGMLQuantizationType[name.upper()]
-    raw = gguf.quantize(np.random.default_rng(0).standard_normal((6, 2 * kind.block)).astype(np.float32), quant)
+    kind = TYPES[name.upper()]
+    raw = quantise(np.random.default_rng(0).standard_normal((6, 2 * kind.block)).astype(np.float32), kind.name)
     assert torch.equal(packed(raw, kind).dequantise().cpu(), values(raw, kind))
 
 
@@ -227,16 +228,57 @@ def test_a_model_of_packed_weights_is_the_dequantised_one(tmp_path: Path) -> Non
         assert loaded.transformer.weight_bytes == pytest.approx(expected, rel=1e-3)
 
 
-def test_a_folder_is_quantised_while_it_is_loaded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_K"])
+def test_a_folder_is_quantised_while_it_is_loaded(name: str, tmp_path: Path) -> None:
     folder = save_folder(tiny_model("qwen3", hidden_size=256, intermediate_size=512, head_dim=64), tmp_path / "model")
-    loaded = load_model(folder, weights="q8_0")
+    loaded = load_model(folder, weights=name.lower())
     plain = load_model(folder)
     down = loaded.transformer.weights.layers[0].down
     original = plain.transformer.weights.layers[0].down
-    raw = gguf.quantize(original.numpy(), gguf.GGMLQuantizationType.Q8_0)
-    assert torch.equal(down.dequantise(), values(raw, TYPES["Q8_0"]))
+    assert torch.equal(down.dequantise(), values(quantise(original.numpy(), name), TYPES[name]))
     assert loaded.digest != plain.digest
     assert loaded.transformer.weight_bytes < 0.3 * plain.transformer.weight_bytes
+
+
+DRAWN = {
+    "normal": lambda random, size: random.normal(size=size),
+    "heavy": lambda random, size: random.standard_t(3, size),
+    "shifted": lambda random, size: random.normal(size=size) + 1,
+    "negative": lambda random, size: -np.abs(random.normal(size=size)),
+    "sparse": lambda random, size: random.normal(size=size) * (random.random(size) < 0.1),
+}
+
+
+def lost(x: np.ndarray, name: str) -> float:
+    """By gguf's reading of it: the squared error, of large weights more."""
+    weight = np.abs(x) + np.sqrt((x**2).mean())
+    return float((weight * (values(quantise(x, name), TYPES[name]).numpy() - x) ** 2).sum())
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(sorted(DRAWN)),
+    st.integers(-12, 6),
+    st.integers(1, 5),
+    st.integers(1, 3),
+    st.integers(0, 2**31),
+)
+def test_k_types_never_lose_much_more_than_types_with_scales_of_16_bits(shape, size, rows, blocks, seed) -> None:
+    x = (DRAWN[shape](np.random.default_rng(seed), (rows, 256 * blocks)) * 2.0**size).astype(np.float32)
+    assert lost(x, "Q4_K") <= 5 * lost(x, "Q4_1") and lost(x, "Q5_K") <= 5 * lost(x, "Q5_1")
+
+
+@pytest.mark.parametrize("shape", sorted(DRAWN))
+def test_k_types_lose_less_than_types_of_half_a_bit_more(shape: str) -> None:
+    x = DRAWN[shape](np.random.default_rng(0), (64, 2048)).astype(np.float32)
+    assert lost(x, "Q4_K") < lost(x, "Q4_1") and lost(x, "Q5_K") < lost(x, "Q5_1")
+
+
+@pytest.mark.parametrize("name", BITS)
+def test_k_types_keep_what_has_one_value(name: str) -> None:
+    for value in (0.0, -0.3, 0.3, 1e4, -1e4):
+        x = np.full((2, 512), value, np.float32)
+        assert np.abs(values(quantise(x, name), TYPES[name]).numpy() - x).max() <= 1e-3 * abs(value)
 
 
 def test_matrices_that_do_not_divide_into_blocks_are_named(tmp_path: Path) -> None:
@@ -263,7 +305,7 @@ def test_only_a_model_trained_to_be_ternary_becomes_so(tmp_path: Path) -> None:
 
 def test_what_cannot_be_quantised_to_is_refused_with_what_can(tmp_path: Path) -> None:
     folder = save_folder(tiny_model("llama"), tmp_path / "model")
-    with pytest.raises(ConfigError, match="can't quantise to it") as refused:
+    with pytest.raises(ConfigError, match="nothing here can quantise to it") as refused:
         load_model(folder, weights="iq4_xs")
     assert "q8_0" in refused.value.fix and "llama-quantize" in refused.value.fix
     with pytest.raises(ConfigError, match="is what it is already"):

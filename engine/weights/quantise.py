@@ -1,4 +1,4 @@
-"""A file's matrices quantised while they are loaded, by the `gguf` package's own quantisers."""
+"""A file's matrices quantised while they are loaded, by the `gguf` package's quantisers or, where it has none, ours."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine.errors import ConfigError, ModelError
 from engine.weights.quant import TYPES, QuantType
+from engine.weights.quantise_k import BITS, quantise_k
 from engine.weights.source import WeightSource
 
 _BLOCK = 1 << 22  # elements quantised at once
@@ -19,12 +20,17 @@ _TERNARY_ERROR = 0.02
 """Of a block's largest value: how far weights may lie from -d, 0 and d. Those trained so are there but for rounding."""
 
 
+def quantise(values: np.ndarray, name: str) -> np.ndarray:
+    """float32 [rows, columns], whole blocks -> uint8 [rows, bytes of a row]. NotImplementedError: nobody can."""
+    return quantise_k(values, name) if name in BITS else quantize(values, GGMLQuantizationType[name])
+
+
 def quantisers() -> tuple[str, ...]:
-    """Names of the types that `gguf` can quantise to, as `--weights` takes them."""
+    """Names of the types that can be quantised to, as `--weights` takes them."""
     able = []
     for name, kind in TYPES.items():
         try:
-            quantize(np.zeros((1, kind.block), np.float32), GGMLQuantizationType[name])
+            quantise(np.zeros((1, kind.block), np.float32), name)
             able.append(name.lower())
         except NotImplementedError:
             continue
@@ -41,7 +47,7 @@ class QuantisedSource:
     def __init__(self, source: WeightSource, kind: QuantType, names: set[str]) -> None:
         if kind.name.lower() not in quantisers():
             raise ConfigError(
-                f"the gguf package reads {kind.name} and can't quantise to it",
+                f"{kind.name} can be read, and nothing here can quantise to it",
                 f"--weights {', '.join(quantisers())}; or quantise with llama.cpp's llama-quantize and give the .gguf",
             )
         self.files: list[Path] = source.files
@@ -63,7 +69,7 @@ class QuantisedSource:
                 values = block[row : row + step].float().numpy()
                 if self._kind.ternary:
                     self._insist_on_ternary(name, first + row, values)
-                pieces.append(torch.from_numpy(quantize(values, GGMLQuantizationType[self._kind.name])))
+                pieces.append(torch.from_numpy(quantise(values, self._kind.name)))
         return torch.cat(pieces)
 
     def where(self, name: str) -> str:
