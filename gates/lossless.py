@@ -25,6 +25,8 @@ def run(context: Context) -> Report:
     report = Report("lossless", environment=context.environment())
     device = context.model.transformer.device
     memories = ("pageable", "pinned") if device.type == "cuda" else ("pageable",)
+    if len(memories) == 1:
+        report.not_run.append("pinned host memory: there is no card")
     own = "fp32" if context.model.transformer.dtype is torch.float32 else "bf16"
     dtypes = QUICK if context.options.quick else dict.fromkeys((own, *(name for name in KV if name != "fp32")))
     cases = [(dtype, memory) for dtype in dtypes for memory in memories]

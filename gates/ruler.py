@@ -76,12 +76,16 @@ class Draft:
     asked: int
 
     def units(self, forbidden: Sequence[str], tokens: int) -> list[tuple[str, int]]:
-        """Filler with token counts, `tokens` in all, without the forbidden words; ValueError if there is none such."""
+        """Filler with token counts, `tokens` in all, without the forbidden words, however they are written; ValueError
+        if there is none such.
+        """
         units, total, rejected = [], 0, 0
+        forbidden = [word.casefold() for word in forbidden]
         for unit in self.filler.stream(self.rng):
             if total >= tokens:
                 break
-            if any(word in unit for word in forbidden):
+            folded = unit.casefold()
+            if any(word in folded for word in forbidden):
                 rejected += 1
                 if rejected > 100 + len(units):
                     raise ValueError(f"the filler '{self.filler.name}' holds the facts themselves")

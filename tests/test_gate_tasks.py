@@ -86,6 +86,16 @@ def test_a_text_that_gives_the_answers_away_is_refused_or_left_out():
         build("lines", 2_000, COUNT, 1, filler=text_filler("As line 1 says, so does line 2.\n" * 50, "own"), asked=2)
 
 
+def test_a_text_that_names_a_papers_keys_in_capitals_is_left_out_there_too():
+    plain = "The weather was fine that day.\n" * 50
+    paper = make_paper("conversation", 4_000, COUNT, 1, text_filler(plain))
+    keys = [ask.text.removeprefix("What is the access code for ").rstrip("?") for ask in paper.asks]
+    naming = plain + "".join(f"{key.title()} has another one.\n" for key in keys)
+    again = make_paper("conversation", 4_000, COUNT, 1, text_filler(naming))
+    said = " ".join(text for turn in again.turns for text in turn).lower()
+    assert [said.count(key) for key in keys] == [1] * len(keys)
+
+
 def test_a_haystack_that_is_no_text_is_refused_and_of_a_large_one_its_beginning_read(tmp_path, monkeypatch):
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\x01")
     (tmp_path / "empty").write_text(" \n")
@@ -94,7 +104,8 @@ def test_a_haystack_that_is_no_text_is_refused_and_of_a_large_one_its_beginning_
             read_filler(str(tmp_path / name))
     (tmp_path / "large").write_text("\ufeffA line.\n" * 9)
     monkeypatch.setattr("gates.filler.MOST", 20)
-    assert [*islice(read_filler(str(tmp_path / "large")).stream(Random(1)), 3)] == ["A line.", "\ufeffA line.", "\ufeffA"]
+    begun = islice(read_filler(str(tmp_path / "large")).stream(Random(1)), 3)
+    assert [*begun] == ["A line.", "\ufeffA line.", "\ufeffA"]
     assert read_filler(None) == "prose" and "prose" in FILLERS
 
 
