@@ -142,6 +142,33 @@ def test_two_depths_tell_a_steps_own_cost_from_its_layers(monkeypatch):
         assert told.second_turn_seconds == pytest.approx(turn, rel=0.02), "it fetches a selection, and no more"
 
 
+def test_second_turns_compute_a_question_and_a_half_page_and_go_on_from_each_other_over_the_pool(monkeypatch):
+    """Within the pool they are of one length: on a card each new one would be planned anew."""
+    from kvring_cli.calibration import samples
+    from kvring_cli.calibration.standin import Size, stand_in
+
+    timed, seen = samples._timed, []
+
+    def kept(engine, text, sampling, recall):
+        seen.append((len(text.split()), run := timed(engine, text, sampling, recall)))
+        return run
+
+    monkeypatch.setattr(samples, "_timed", kept)
+    settings = EngineConfig(model="", max_context=2048, kv_capacity=1024, prefill_chunk=128, device_profile="off")
+    engine = Engine(settings, stand_in(Size(64, 64, 2, 1, 64, 2), CPU, torch.float32))
+    try:
+        for tokens, step in ((128, 0), (1280, 64)):
+            seen.clear()
+            samples._run(engine, tokens, 2)
+            samples._turn(engine, tokens)
+            assert [run.computed for _, run in seen] == [tokens, *[96] * 6]
+            assert [words for words, _ in seen[1:]] == [tokens + 96 + step * n for n in range(6)]
+        assert sum(run.fetched for _, run in seen[1:]) > 0
+        engine.audit()
+    finally:
+        engine.close()
+
+
 def test_a_part_that_fails_is_named_and_the_rest_is_kept(monkeypatch):
     from kvring_cli import calibration
     from kvring_cli.calibration import rates, routes
