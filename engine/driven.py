@@ -22,6 +22,7 @@ from engine.kv.host import HostStore
 from engine.kv.pool import DevicePool
 from engine.kv.transfer import Transfer, TransferStats
 from engine.layout import Layout, lay_out
+from engine.lent import LentTables
 from engine.model.transformer import Transformer
 from engine.ops import geometry as g
 from engine.ops import triton_pages, triton_select, triton_slots
@@ -101,12 +102,7 @@ class DrivenSteps:
         def ints(*size: int) -> Tensor:
             return torch.zeros(*size, dtype=torch.int32, device=device)
 
-        self._tables = triton_slots.Tables(
-            ints(layers, host.pages),
-            ints(layers, slots),
-            ints(layers, slots),
-            torch.zeros(host.pages, dtype=torch.uint8, device=device),
-        )
+        self.tables = LentTables(pool, host.pages, self._tables_came_home)
         self._misses = triton_slots.Misses.empty(layers, slots, device)
         self._ferry = None if self.in_place else Ferry(pool, host, self._misses, transfer.stats, self._gather_units)
         self._windows = ints(layers, slots)
@@ -166,7 +162,7 @@ class DrivenSteps:
             not everything and not self.in_place,
         )
         self._check_room(frame, layout, everything)
-        self._take_tables()
+        self.tables.take()
         self._set_state(frame, layout)
         if frame.fresh:
             self._open(frame)
@@ -181,21 +177,6 @@ class DrivenSteps:
         if step.explain:
             self._explain(frame, layout, everything)
         return logits
-
-    def slots_of(self, pages: np.ndarray) -> Tensor:
-        """int64 [layer, n] on the device, wherever the tables are now."""
-        if self.pool.lent:
-            return self._tables.slot_of.index_select(1, self._upload(pages)).long()
-        return self._upload(self.pool.slot_of[:, pages])
-
-    def void(self) -> None:
-        """A step failed: what it claimed slots for may not have arrived. Those pages leave the pool."""
-        pool = self.pool
-        claimed = (pool.last_used == pool.tick) & (pool.page_in >= 0) & ~pool.pinned[pool.page_in]
-        for layer in range(pool.shape.layers):
-            slots = np.flatnonzero(claimed[layer])
-            pool.slot_of[layer, pool.page_in[layer, slots]] = -1
-            pool.page_in[layer, slots] = -1
 
     def collect(self) -> None:
         """Add what the last step moved to the totals and to its request's own."""
@@ -231,7 +212,7 @@ class DrivenSteps:
         layout = lay_out(frame)
         if frame.identity:
             self._bring_all(frame.ids[: frame.past])
-        self._take_tables()
+        self.tables.take()
         self._enter(recall)
         self._ids[: len(frame.ids)].copy_(self._upload(frame.ids.astype(np.int32)))
         if layout.role is not None:
@@ -276,27 +257,8 @@ class DrivenSteps:
 
     # --- tables and state -----------------------------------------------------------------------------------------
 
-    def _take_tables(self) -> None:
-        if not self.pool.lent:
-            for mine, theirs in zip(
-                (self._tables.slot_of, self._tables.page_in, self._tables.last_used),
-                self.pool.lend(self._give_back),
-                strict=True,
-            ):
-                mine.copy_(self._upload(theirs.astype(np.int32)))
-            self._pinned = None
-        if self._pinned is None or not np.array_equal(self._pinned, self.pool.pinned):
-            self._pinned = self.pool.pinned.copy()
-            self._tables.pinned.copy_(self._upload(self._pinned.astype(np.uint8)))
-
-    def _give_back(self) -> None:
-        """The pool's host tables as the device left them; the same for what the request in hand holds selected."""
-        pool = self.pool
-        pool.page_in[:] = self._tables.page_in.cpu().numpy()
-        pool.last_used[:] = self._tables.last_used.cpu().numpy()
-        pool.slot_of[:] = -1
-        layers, slots = np.nonzero(pool.page_in >= 0)
-        pool.slot_of[layers, pool.page_in[layers, slots]] = slots
+    def _tables_came_home(self) -> None:
+        """What the request in hand holds selected goes with them."""
         if self._recall is not None:
             self._recall.hold(self._why.cpu().numpy())
         self._recall = self._laid = None
@@ -319,7 +281,7 @@ class DrivenSteps:
     def _open(self, frame: Frame) -> None:
         self._geometry.copy_(self._geometry_in, non_blocking=True)
         fresh = self._upload(np.asarray(frame.fresh, dtype=np.int32))
-        triton_slots.open_pages(fresh, self.pool.data, self._tables, self._misses.places, self._geometry)
+        triton_slots.open_pages(fresh, self.pool.data, self.tables.device, self._misses.places, self._geometry)
 
     def _upload(self, array: np.ndarray) -> Tensor:
         return upload(array, self._counters.device)
@@ -350,7 +312,7 @@ class DrivenSteps:
 
     def _attend(self, kind: Kind, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         pool, turned, rope = self.pool.data[layer], self._turned[: kind.tokens], self.model.rope
-        tables, host = self._tables.layer(layer), self.host.data[:, layer]
+        tables, host = self.tables.device.layer(layer), self.host.data[:, layer]
         page = self.pool.shape.form.layout
         triton_pages.append(q, k, v, turned, pool, tables.slot_of, self._ids, self._geometry, self._offsets, page)
         window = None if kind.everything else self._windows[layer]

@@ -125,7 +125,7 @@ class TritonRunner(Runner):
         closed = frame.own[: frame.end // PAGE - frame.past]
         if not len(closed):
             return
-        slots = self.driven.slots_of(closed)
+        slots = self.driven.tables.slots_of(closed)
         if self.digest_kind == "token" and self.digests.packed:
             codes, groups = self.digests.codes(), self.digests.groups
             layout = self.pool.shape.form.layout
@@ -141,7 +141,7 @@ class TritonRunner(Runner):
 
     def _undo(self, frame: Frame) -> None:
         super()._undo(frame)
-        self.driven.void()
+        self.pool.void()
 
 
 class TritonCandidate:

@@ -18,7 +18,7 @@ ORDER = [
     ("engine.model", "engine.kv", "engine.recall"),
     ("engine.device", "engine.trials", "engine.prefix", "engine.sequence", "engine.sampler", "engine.result"),
     ("engine.scheduler", "engine.prepare", "engine.step", "engine.stats", "engine.watchdog"),
-    ("engine.runner", "engine.step_graph", "engine.layout", "engine.self_check", "engine.ferry"),
+    ("engine.runner", "engine.step_graph", "engine.layout", "engine.lent", "engine.self_check", "engine.ferry"),
     ("engine.driven", "engine.staged"),
     ("engine.triton_runner",),
     ("engine.backend",),

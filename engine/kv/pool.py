@@ -127,6 +127,13 @@ class DevicePool:
             self.slot_of[layer, ids] = -1
         self.pinned[ids] = False
 
+    def void(self) -> None:
+        """A step failed: what it claimed slots for may not have arrived. Those pages leave the pool."""
+        claimed = (self.last_used == self.tick) & (self.page_in >= 0) & ~self.pinned[self.page_in]
+        layers, slots = np.nonzero(claimed)
+        self.slot_of[layers, self.page_in[layers, slots]] = -1
+        self.page_in[layers, slots] = -1
+
     def resident(self, layer: int, pages: np.ndarray) -> np.ndarray:
         """bool [n]: which of `pages` have a slot in `layer`."""
         return self.slot_of[layer, pages] >= 0
