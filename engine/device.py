@@ -115,7 +115,7 @@ def loading(model: str) -> Iterator[None]:
             raise
         raise OutOfMemoryError(
             f"memory ran out while {model} was loaded: {str(error).splitlines()[0] if str(error) else 'no detail'}",
-            f"kvring plan {model} says what fits; a file in fewer bits (GGUF; --weights q4_0 for a folder), a smaller "
+            f"kvring plan {model} says what fits; a file in fewer bits (GGUF; --weights q4_k for a folder), a smaller "
             "--kv-capacity, or --device cpu",
         ) from error
 

@@ -341,4 +341,4 @@ def _smaller_device(shape: KVShape, capacity: Capacity, limit: int, digests: int
     if pool > capacity.window.sink + 1 + WORKING:
         return f"--kv-capacity {pool * PAGE} is the largest pool that fits"
     alone = f"weights and digests alone take {format_bytes(fixed)}"
-    return f"{alone}: use a smaller model or --max-context, or --weights q4_0 of a plain one"
+    return f"{alone}: use a smaller model or --max-context, or --weights q4_k of a plain one"

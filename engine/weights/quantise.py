@@ -92,5 +92,5 @@ class QuantisedSource:
             raise ModelError(
                 f"{off.mean():.0%} of the weights of '{name}', rows from {row}, are none of -d, 0 and d: the model was "
                 f"not trained to be ternary, and {self._kind.name} would leave nothing of it",
-                "--weights q4_0 keeps what a model learnt",
+                "--weights q4_k keeps what a model learnt",
             )
