@@ -40,6 +40,9 @@ def run(context: Context, tokens: int | None = None) -> Report:
     if pool < FEWEST * PAGE:
         few = f"a pool of {pool // PAGE} pages leaves none to select beside sink, open, chunk, recent and working ones"
         raise ConfigError(few, f"--budget {FEWEST * PAGE} or more")
+    if tokens < 2 * pool:
+        few = f"a prompt of {tokens:,} tokens is less than two pools of {pool:,}: hardly a page would be hidden"
+        raise ConfigError(few, f"--length {2 * pool} or more, or a smaller --budget")
     report.notes.append(
         f"{tokens:,} tokens, {tokens // PAGE} pages, {pool // PAGE} resident (1 in {tokens / pool:.1f})"
     )

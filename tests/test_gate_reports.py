@@ -129,6 +129,7 @@ def test_what_a_server_or_an_error_told_of_a_place_stays_here():
         (["reuse", "--base-url", "http://127.0.0.1:9", "-m", "smollm2-135m"], "--served-model names its model"),
         (["reuse", "--base-url", "http://127.0.0.1:9", "--sink", "128"], "--served-model names its model"),
         (["multi-needle", "--length", "0"], "--length 0 is no length"),
+        (["multi-needle", "--length", "99999M"], "1 to 16,777,216 tokens"),
         (["suite", "--budget", ""], "not a number of tokens"),
     ],
 )

@@ -146,6 +146,8 @@ def test_the_suite_without_a_task_that_counts_says_weak_model(phantom):
     assert suite(phantom, quick=True, length=2_500, tasks=("variables",)).verdict == "WEAK MODEL"
     with pytest.raises(ConfigError, match=r"7 pages leaves none to select"):
         suite(phantom, length=2_500, budget=448)
+    with pytest.raises(ConfigError, match=r"less than two pools of 1,280"):
+        suite(phantom, length=2_500, budget=1_280)
     with pytest.raises(ConfigError, match="no task 'nonsense'"):
         suite(phantom, tasks=("nonsense",))
     assert chosen_tasks(GateOptions(tasks=("keyed", "lines", "keyed"))) == ("keyed", "lines")

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from gates.options import GateOptions
     from gates.verdict import Report
 
+LONGEST = 1 << 24  # tokens of a document: more than any model's context, and what memory holds while it is written
 WIDTH = 120  # of a table that goes to a file or a pipe
 
 
@@ -116,8 +117,8 @@ def gate(
 
 def _tokens(flag: str, text: str | None) -> int | None:
     tokens = None if text is None else parse_tokens(text)
-    if tokens == 0:
-        raise ConfigError(f"{flag} 0 is no length", f"leave {flag} out for the gate's own")
+    if tokens is not None and not 0 < tokens <= LONGEST:
+        raise ConfigError(f"{flag} {text} is no length", f"1 to {LONGEST:,} tokens, or leave {flag} out")
     return tokens
 
 
