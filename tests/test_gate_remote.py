@@ -217,6 +217,7 @@ ODD = '{"choices": [{"message": {"content": %s}}], "usage": {"prompt_tokens": %s
         (HTTP + b"\r\nnull", "no chat completion"),
         (HTTP + b'\r\n{"choices": [{"message": 1}]}', "no chat completion"),
     ],
+    ids=["html", "half", "deep", "cut", "endless", "dripping", "500 cut", "no http", "null", "odd"],
 )
 def test_what_is_no_answer_is_a_fault_that_says_why(answer, why, fake):
     server = fake(answer)
