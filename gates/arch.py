@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from engine.config import EngineConfig
-from engine.errors import EngineError
+from engine.errors import ConfigError, EngineError
 from engine.switches import SETTINGS
 from gates.child import LEASHED, Child, free_port
 from gates.context import ROOM, Context
@@ -23,6 +23,8 @@ def run(context: Context) -> Report:
     """Three servers: recall off over the pool, recall off within it, recall on over it. The fact is in the middle."""
     report = Report("arch", environment=context.environment())
     tokens = context.fitted(TOKENS, report)
+    if tokens <= POOL:
+        raise ConfigError(f"a prompt of {tokens:,} tokens doesn't outgrow a pool of {POOL:,}", "a longer context")
     document = context.document("keyed", tokens, 5, depths=[0.5], own=False)
     short = context.document("keyed", 600, 5, asked=1, own=False)
     cases = (

@@ -131,6 +131,8 @@ def test_a_prompt_that_no_pool_would_hide_is_refused_with_the_length_that_would_
     tight = replace(context, config=replace(context.config, max_context=900))
     with pytest.raises(ConfigError, match=r"--max-context is 900"):
         run_in("agreement", tight)
+    with pytest.raises(ConfigError, match=r"1,024 tokens doesn't outgrow"):
+        run_in("arch", replace(context, config=replace(context.config, max_context=2_048)))
 
 
 def test_packed_positions_are_judged_by_what_the_model_finds_within_its_own_context(phantom):
