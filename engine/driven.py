@@ -29,7 +29,7 @@ from engine.ops import triton_pages, triton_select, triton_slots
 from engine.ops.geometry import Turns
 from engine.ops.triton_attention import PagedAttention
 from engine.ops.triton_layers import TRITON
-from engine.ops.triton_score import PageScores
+from engine.ops.triton_score import MANY_UNITS, PageScores
 from engine.ops.upload import upload
 from engine.recall.digest import Digests
 from engine.recall.recall import QUERY_ROWS, Recall
@@ -94,6 +94,7 @@ class DrivenSteps:
             self._pages,
             device,
             multiprocessors * routes.pick("page_scores", slots),
+            multiprocessors * MANY_UNITS,
         )
         self._turns = Turns.of(model.rope, pages + own)
         self._offsets = model.rope.cos_sin(torch.arange(own * PAGE, device=device))

@@ -54,7 +54,7 @@ def self_check(model: Transformer, shape: KVShape) -> str:
     digests = Digests(replace(shape, layers=1), PAGES, device, model.rope)
     digests.packed = True
     triton_pages.close_pages(pool[None], ids.long()[None], ids.long(), *digests.codes(), digests.groups, form.layout)
-    scores = PageScores(1, heads, shape.kv_heads, PAGES, device, 2 * shape.kv_heads)
+    scores = PageScores(1, heads, shape.kv_heads, PAGES, device, 2 * shape.kv_heads, shape.kv_heads)
     scores(q, *digests.codes_of(0), ids, geometry, turns, scale)
     exact, sizes = encode_keys(kv[:past, 0])
     wanted = page_lse(model.rope, q, exact.float(), distance[:past], sizes)

@@ -194,7 +194,7 @@ class Scoring:
             from engine.ops.triton_score import PageScores
 
             ids = torch.arange(scene.pages, dtype=torch.int32, device=scene.device)
-            score = PageScores(1, scene.config.heads, shape.kv_heads, scene.pages, scene.device, units)
+            score = PageScores(1, scene.config.heads, shape.kv_heads, scene.pages, scene.device, units, units)
             heads = torch.arange(shape.kv_heads, dtype=torch.int32, device=scene.device)
             fixed = heads, ids, scene.geometry(), Turns.of(rope, scene.pages), rope.score_scale
             rows = scene.config.heads // shape.kv_heads

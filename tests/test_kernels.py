@@ -139,7 +139,7 @@ def test_partial_sums_have_room_for_every_number_of_tokens(kv_heads, group, most
 
 @pytest.mark.parametrize(
     ("dim", "tokens", "far", "splits"),
-    [(64, 2, [0, 1], 2), (80, 2, [0, 1], 2), (128, 2, [1], 4), (64, 9, [0, 1], 1), (80, 9, [1], 1)],
+    [(64, 2, [0, 1], 2), (80, 2, [0, 1], 2), (128, 2, [1], 4), (64, 9, [0, 1], 2), (80, 9, [1], 4)],
 )
 def test_page_scores_and_closed_codes_are_the_reference(dim, tokens, far, splits):
     heads, kv_heads, past = 4, 2, 7
@@ -154,7 +154,7 @@ def test_page_scores_and_closed_codes_are_the_reference(dim, tokens, far, splits
     assert torch.equal(codes[:, ids].transpose(0, 1).cpu(), pack_codes(expected))
     assert torch.equal(scales[:, ids].transpose(0, 1).cpu(), sizes)
 
-    scores = triton_score.PageScores(tokens, heads, kv_heads, past + 4, DEVICE, 4)
+    scores = triton_score.PageScores(tokens, heads, kv_heads, past + 4, DEVICE, 4, 4)
     scores.listed.fill_(9)
     state = geometry(PAST=past, FARTHEST=4)
     scores(scene.q, codes, scales, groups[1], ints(scene.ids), state, scene.turns, scene.rope.score_scale)
@@ -178,7 +178,7 @@ def test_ranks_and_picks_choose_what_the_reference_chooses(seed, compact):
     random = np.random.default_rng(seed)
     kv_heads, tokens, past, capacity = int(random.integers(1, 5)), int(random.integers(1, 4)), 90 + seed, 110
     slots, budget, neighbors = 64, int(random.integers(1, 24)), seed % 3
-    scores = triton_score.PageScores(tokens, kv_heads, kv_heads, capacity, DEVICE, 3 * kv_heads)
+    scores = triton_score.PageScores(tokens, kv_heads, kv_heads, capacity, DEVICE, 3 * kv_heads, 3 * kv_heads)
     scores.rows, scores.splits = tokens, 3
     scores.lse.fill_(float("nan"))
     lse = torch.tensor(random.normal(size=(kv_heads, tokens, past)) * 3, device=DEVICE, dtype=torch.float32)

@@ -24,8 +24,10 @@ FEW = 8
 """Rows up to which they are turned to each page, and not its keys to them."""
 MOST_SPLITS = 512
 """Parts of one row's sum: `triton_select` reads all of them in every program."""
-FEWER_UNITS = 8
-"""A program for many rows has eight warps of work, and little room beside it."""
+MANY_ROWS = 128
+"""Rows of a program, at most."""
+MANY_UNITS = 2
+"""Programs a multiprocessor for many rows: each has eight warps of work, and little room beside it."""
 ROUND = tl.constexpr(12582912.0)
 """1.5 x 2^23: the lowest byte of a float32 to which it is added is the nearest integer."""
 NIBBLE = tl.constexpr(16.0)
@@ -173,19 +175,19 @@ def _page_lse_of_many(
 class PageScores:
     """The log of each page's share of every scored row, and what ranking needs beside it. One layer at a time."""
 
-    def __init__(self, tokens: int, heads: int, kv_heads: int, pages: int, device: torch.device, units: int) -> None:
-        """For at most `tokens` scored rows of `heads` heads; `units`: programs that fill the device."""
-        self.heads, self.kv_heads, self.units = heads, kv_heads, units
+    def __init__(
+        self, tokens: int, heads: int, kv_heads: int, pages: int, device: torch.device, units: int, many: int
+    ) -> None:
+        """For at most `tokens` scored rows of `heads` heads; `units`, `many`: programs that fill the device with one
+        token's rows, and with a question's."""
+        self.heads, self.kv_heads, self.units, self.many = heads, kv_heads, units, many
         padded = triton.next_power_of_2(max(8, tokens * (heads // kv_heads)))
         self.rows, self.far, self.splits = 0, kv_heads, 1  # of the layer that was scored last
         self.lse = torch.empty(kv_heads, padded, pages, dtype=torch.float32, device=device)
-        self.top, self.sum = (torch.empty(padded * max(units, kv_heads), device=device) for _ in range(2))
+        self.top, self.sum = (torch.empty(padded * max(units, many, kv_heads), device=device) for _ in range(2))
         self.keys = torch.empty(2, kv_heads, pages, dtype=torch.int32, device=device)  # of all pages; of the listed
         self.listed = torch.zeros(kv_heads, dtype=torch.int32, device=device)
         self.order = torch.empty(pages, dtype=torch.int32, device=device)
-
-    def _splits(self, programs: int) -> int:
-        return max(1, min(MOST_SPLITS, self.units // programs))
 
     def __call__(
         self,
@@ -203,9 +205,9 @@ class PageScores:
         self.far, code_pages = codes.shape[:2]
         self.rows = tokens * (self.heads // self.kv_heads)
         few = self.rows <= FEW
-        block = FEW if few else min(128, triton.next_power_of_2(max(16, self.rows)))
+        block = FEW if few else min(MANY_ROWS, triton.next_power_of_2(max(16, self.rows)))
         blocks = triton.cdiv(self.rows, block)
-        self.splits = self._splits(self.far * (blocks if few else blocks * FEWER_UNITS))
+        self.splits = max(1, min(MOST_SPLITS, (self.units if few else self.many) // (self.far * blocks)))
         (_page_lse if few else _page_lse_of_many)[(self.splits, self.far, blocks)](
             q,
             codes,
