@@ -39,7 +39,15 @@ class Context:
 
     def engine(self, **changes: object) -> Engine:
         """An engine over the shared weights with the user's settings and these changes."""
+        self.needs(changes.get("max_context") or 0)
         return Engine(replace(self.config, **changes), self.model)
+
+    def needs(self, tokens: int) -> None:
+        """ConfigError where the model was not trained on a context of so many."""
+        trained = self.model.config.trained_context
+        if tokens > trained and self.config.positions == "absolute":
+            few = f"this gate needs a context of {tokens:,} tokens, and {self.model.name} was trained on {trained:,}"
+            raise ConfigError(few, "-m with a model that was trained on more")
 
     @property
     def prefill(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import functools
 
 import torch
 
@@ -38,15 +38,14 @@ def run(context: Context) -> Report:
 
 def _case(context: Context, dtype: str, memory: str, report: Report) -> None:
     name = f"{dtype}, {memory}"
-    config = replace(
-        context.config,
+    engine_of = functools.partial(
+        context.engine,
         max_context=TOKENS + 256,
         kv_capacity=POOL,
         kv_dtype=dtype,
         prefill_chunk=512,
         sink=256,
         host_memory=memory,
-        verify_pages=True,
         prefill="window",
         retrieve="auto",
         ring="on",
@@ -63,13 +62,13 @@ def _case(context: Context, dtype: str, memory: str, report: Report) -> None:
         return engine.complete(prepared).recall
 
     if context.model.transformer.device.type == "cuda":  # a step that is checked is the host's: here kernels move pages
-        engine = Engine(replace(config, verify_pages=False), context.model)
+        engine = engine_of(verify_pages=False)
         moved = ask("recall").layer_pages_fetched
         by = ", ".join(f"{count} {path}" for path, count in sorted(engine.stats()["steps_by"].items()))
         report.checks.append(Check(f"{name}, unchecked: pages moved", moved > 0, f"{moved} recalled; steps: {by}"))
         report.checks.append(_same(engine, f"{name}, unchecked: bytes", "pool and host compare equal"))
         engine.close()
-    engine = Engine(config, context.model)
+    engine = engine_of(verify_pages=True)
     recalled, streamed = ask("recall"), ask("exact")
     moved = recalled.layer_pages_fetched, streamed.layer_pages_streamed
     report.checks.append(Check(f"{name}: pages moved", min(moved) > 0, f"{moved[0]} recalled, {moved[1]} streamed"))

@@ -31,6 +31,7 @@ Turns = list[tuple[Fact, str]]
 def run(context: Context, tokens: int = GATE_TOKENS) -> Report:
     """The gate of spec/gates.md: cached, sooner, the same; also after another conversation; and never by mistake."""
     report = Report("reuse", environment=context.environment(), blinding_switches=forgetting(context.config))
+    context.needs(SMALL + ROOM)
     tokens = context.fitted(context.options.length or tokens, report)
     document = context.document("keyed", tokens, 1, asked=2 + FOLLOW_UPS, own=False)
     other = context.document("keyed", SMALL, 2, asked=2, own=False)

@@ -166,3 +166,13 @@ def test_reuse_off_by_the_users_switch_turns_the_gate_red(phantom):
 def test_each_switch_that_blinds_recall_is_named(field, value):
     assert any(f"--{field} {value}" in said for said in blinding(EngineConfig(model="", **{field: value})))
     assert not blinding(EngineConfig(model="")) and not forgetting(EngineConfig(model=""))
+
+
+@pytest.mark.parametrize("name", ["lossless", "resend", "reuse"])
+def test_a_model_too_short_for_a_gate_is_told_so_before_anything_is_computed(name, phantom):
+    short = replace(phantom, config=replace(phantom.config, trained_context=2048))
+    context = Context(
+        EngineConfig(model=str(phantom_folder())), short, GateOptions(quick=True), lambda what, share: None
+    )
+    with pytest.raises(ConfigError, match="needs a context of .* trained on 2,048"):
+        run_in(name, context)
