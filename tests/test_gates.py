@@ -174,5 +174,5 @@ def test_a_model_too_short_for_a_gate_is_told_so_before_anything_is_computed(nam
     context = Context(
         EngineConfig(model=str(phantom_folder())), short, GateOptions(quick=True), lambda what, share: None
     )
-    with pytest.raises(ConfigError, match="needs a context of .* trained on 2,048"):
+    with pytest.raises(ConfigError, match=r"needs a context of .* trained on 2,048"):
         run_in(name, context)
