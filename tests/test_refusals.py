@@ -20,9 +20,16 @@ SHAPE = KVShape(layers=36, kv_heads=8, head_dim=128, dtype=torch.bfloat16)  # Qw
 BASE = EngineConfig(model="", max_context=262_144)
 
 
-def plan(config=BASE, ram=64 * GIB, device=24 * GIB, weights=5 * GIB, digest=0, trained=262_144):
+def plan(config=BASE, ram=64 * GIB, device=24 * GIB, weights=5 * GIB, digest=0, trained=262_144, token=0):
     return plan_capacity(
-        config, SHAPE, trained, Memory(ram, device), weight_bytes=weights, digest_token_bytes=digest, staging_pages=64
+        config,
+        SHAPE,
+        trained,
+        Memory(ram, device),
+        weight_bytes=weights,
+        digest_token_bytes=digest,
+        staging_pages=64,
+        token_bytes=token,
     )
 
 
@@ -106,6 +113,14 @@ def test_an_automatic_host_store_holds_a_context_and_never_more_than_memory_may_
         assert auto.host_bytes + (0 if device else auto.digest_bytes) <= (ram - 1) * GIB / 2
     assert device is None or auto.device_bytes <= device * GIB
     assert auto.host_reason.startswith("auto: ") and one.host_reason == "what the longest context needs"
+
+
+@pytest.mark.parametrize("more", range(0, 101, 20))
+def test_an_automatic_host_store_refuses_no_start_that_fits_with_one_context(more):
+    config, sizes = replace(BASE, max_context=131_072), {"digest": 2304, "token": 192 * 1024}
+    device = plan(config, **sizes).device_bytes + more * MIB
+    auto = plan(replace(config, host_kv_bytes="auto"), device=device, **sizes)
+    assert auto.host_pages >= auto.logical_pages and auto.device_bytes <= device
 
 
 def test_a_compact_window_stays_within_what_the_model_was_trained_on():

@@ -173,6 +173,7 @@ def plan_capacity(
     logical = page_count(context)
     pool = _pool_pages(config, logical, trained_context)
     chunk = min(config.prefill_chunk, context)
+    workspace = chunk * token_bytes + PRODUCT_BYTES if token_bytes else 0
     ring = pool < logical
     if config.ring == "off" and ring:
         raise ConfigError(
@@ -191,7 +192,7 @@ def plan_capacity(
     host_reason = Capacity.host_reason if asked is None else "--host-kv-gib"
     if config.host_kv_bytes == "auto":
         fixed = weight_bytes + tail_bytes + pool * shape.page_bytes + 2 * staging_pages * shape.decoded_bytes
-        fixed += chunk * token_bytes
+        fixed += workspace
         limit = _device_limit(config, memory)
         spare = None if limit is None else max(0, limit - fixed - logical * digest_page)
         host, host_reason = _automatic_host(logical, shape.page_bytes, digest_page, ram_room, spare)
@@ -229,7 +230,7 @@ def plan_capacity(
         notes=tuple(notes),
         host_reason=host_reason,
         tail_bytes=tail_bytes,
-        workspace_bytes=chunk * token_bytes + PRODUCT_BYTES if token_bytes else 0,
+        workspace_bytes=workspace,
         snapshot_bytes=snapshot_bytes,
         kv=shape.form.dtype.name,
     )
