@@ -65,14 +65,16 @@ def held_bytes(
 
 
 def explain(source: WeightSource, names: Iterable[str], packing: Packing) -> str:
-    """What is loaded larger than the file holds it, and what that costs; empty where nothing is."""
+    """What is loaded larger than the source has it, and what that costs; empty where nothing is."""
     grown: Counter[str] = Counter()
     for name in names:
         kind, held = packing.kind(source, name), source.kind_of(name)
         size = held_bytes(source, [name], packing.kernels, packing.device.type, packing.dtype)
         more = size - source.bytes_of(name)
         if more > 0.05 * source.bytes_of(name) and len(source.shapes[name]) == 2:
-            bits = held_bits(kind, packing.device.type, packing.dtype) if kind else 0
-            how = f"{held} is held in {bits:.3g} bits a weight" if kind else f"{held} is dequantised"
+            how = f"{held} is dequantised"
+            if kind:
+                bits = held_bits(kind, packing.device.type, packing.dtype)
+                how = f"{held} is held in {bits:.3g} bits a weight instead of {kind.file_bits:.3g}"
             grown[how] += more
-    return "; ".join(f"{how}: {format_bytes(more)} more than the file" for how, more in grown.items())
+    return "; ".join(f"{how}: {format_bytes(more)} more" for how, more in grown.items())
