@@ -247,6 +247,13 @@ DRAWN = {
     "negative": lambda random, size: -np.abs(random.normal(size=size)),
     "sparse": lambda random, size: random.normal(size=size) * (random.random(size) < 0.1),
 }
+ODD = DRAWN | {
+    "alike": lambda random, size: random.uniform(0.1, 1) * (1 + 1e-3 * random.normal(size=size)),
+    "one value": lambda random, size: np.full(size, random.uniform(-1, 1)),
+    "unequal groups": lambda random, size: (
+        random.normal(size=size) * np.repeat(2.0 ** -random.integers(0, 12, (size[0], size[1] // 32)), 32, axis=1)
+    ),
+}
 
 
 def lost(x: np.ndarray, name: str) -> float:
@@ -275,10 +282,32 @@ def test_k_types_lose_less_than_types_of_half_a_bit_more(shape: str) -> None:
 
 
 @pytest.mark.parametrize("name", BITS)
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(sorted(ODD)), st.integers(-24, 12), st.integers(0, 2**31))
+def test_no_weight_is_further_off_than_a_step_of_its_group_and_the_rounding_of_scales(name, shape, size, seed) -> None:
+    x = (ODD[shape](np.random.default_rng(seed), (4, 512)) * 2.0**size).astype(np.float32)
+    off = np.abs(values(quantise(x, name), TYPES[name]).numpy() - x).reshape(-1, 8, 32)
+    groups, top = x.reshape(-1, 8, 32), 2 ** BITS[name] - 1
+    span = groups.max(-1).clip(min=0) - groups.min(-1).clip(max=0)
+    rounded = 0.02 * span.max(-1, keepdims=True) + 2**-24 * top  # to 6 bits, and to the smallest float16 numbers
+    assert (off.max(-1) <= span / top + rounded).all()
+    assert (off.max(-1) <= 1.5 * np.abs(groups).max(-1) + 0.02 * span.max(-1)[:, None]).all()
+
+
+@pytest.mark.parametrize("name", BITS)
 def test_k_types_keep_what_has_one_value(name: str) -> None:
     for value in (0.0, -0.3, 0.3, 1e4, -1e4):
         x = np.full((2, 512), value, np.float32)
         assert np.abs(values(quantise(x, name), TYPES[name]).numpy() - x).max() <= 1e-3 * abs(value)
+
+
+@pytest.mark.parametrize(("wrong", "name"), [(np.nan, "q4_k"), (-np.inf, "q8_0"), (1e5, "q5_k")])
+def test_a_weight_that_no_scale_can_hold_is_refused(wrong: float, name: str, tmp_path: Path) -> None:
+    model = tiny_model("llama", hidden_size=256, intermediate_size=512, head_dim=64)
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[3, 5] = wrong
+    with pytest.raises(ModelError, match=r"down_proj.*float16"):
+        load_model(save_folder(model, tmp_path / "model"), weights=name)
 
 
 def test_matrices_that_do_not_divide_into_blocks_are_named(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from engine.weights.source import WeightSource
 _BLOCK = 1 << 22  # elements quantised at once
 _TERNARY_ERROR = 0.02
 """Of a block's largest value: how far weights may lie from -d, 0 and d. Those trained so are there but for rounding."""
+_LARGEST = float(np.finfo(np.float16).max)
+"""Of a weight: every type's scales are float16, and Q4_1 holds the least weight of a block in one."""
 
 
 def quantise(values: np.ndarray, name: str) -> np.ndarray:
@@ -40,8 +42,9 @@ def quantisers() -> tuple[str, ...]:
 class QuantisedSource:
     """Another source, with the matrices of `names` as one type. Implements WeightSource.
 
-    ConfigError for a type that can't be quantised to; ModelError, when a matrix is read, if it isn't ternary and
-    should be. Matrices whose rows are no whole number of blocks stay as they are: `kept` names them.
+    ConfigError for a type that can't be quantised to; ModelError, when a matrix is read, if a weight is no number or
+    too large for the scales, or if it isn't ternary and should be. Matrices whose rows are no whole number of blocks
+    stay as they are: `kept` names them.
     """
 
     def __init__(self, source: WeightSource, kind: QuantType, names: set[str]) -> None:
@@ -67,6 +70,7 @@ class QuantisedSource:
             step = max(1, _BLOCK // block.shape[1])
             for row in range(0, len(block), step):
                 values = block[row : row + step].float().numpy()
+                self._insist_on_range(name, first + row, values)
                 if self._kind.ternary:
                     self._insist_on_ternary(name, first + row, values)
                 pieces.append(torch.from_numpy(quantise(values, self._kind.name)))
@@ -83,6 +87,16 @@ class QuantisedSource:
 
     def kind_of(self, name: str) -> str:
         return self._kind.name if name in self._names else self._source.kind_of(name)
+
+    def _insist_on_range(self, name: str, row: int, values: np.ndarray) -> None:
+        """A NaN would be a block of zeros in one type and of NaN in another."""
+        worst = max(values.max(), -values.min(), key=lambda value: np.inf if np.isnan(value) else value)
+        if not worst <= _LARGEST:
+            raise ModelError(
+                f"tensor '{name}' in {self.where(name)} holds {worst:g} as a weight, in rows from {row}: scales of "
+                f"{self._kind.name} are float16 and end at {_LARGEST:,.0f}",
+                "the file is damaged: download it again",
+            )
 
     def _insist_on_ternary(self, name: str, row: int, values: np.ndarray) -> None:
         blocks = np.abs(values.reshape(-1, self._kind.block))

@@ -15,6 +15,8 @@ GROUP, GROUPS = 32, 8
 BITS = {"Q4_K": 4, "Q5_K": 5}
 _WIDENED = torch.linspace(-1.0, 1.0, 5)
 """Codes by which the range of a group is taken wider or narrower than it is."""
+_ALIKE = 1e-3
+"""Variance of codes that are all one, save for rounding: a sixtieth is the least that two have."""
 _MOST = 63
 """The largest of 6 bits."""
 
@@ -25,7 +27,8 @@ def quantise_k(values: np.ndarray, name: str) -> np.ndarray:
     top = 2 ** BITS[name] - 1
     scale, minimum = _fitted(x, top)
     d, scales = _in_six_bits(scale)
-    low, minima = _in_six_bits(minimum)
+    flat = -x.mean(-1).clamp(max=0)  # of a group that is small beside its block: all of it is -m
+    low, minima = _in_six_bits(torch.where(scales > 0, minimum, flat))
     step, floor = (d[..., None] * scales)[..., None], (low[..., None] * minima)[..., None]
     codes = torch.where(step > 0, (x + floor) / step, 0).round_().clamp_(0, top).to(torch.uint8)
     parts = [_half(d), _half(low), _packed_scales(scales.to(torch.uint8), minima.to(torch.uint8))]
@@ -39,19 +42,21 @@ def _fitted(x: Tensor, top: int) -> tuple[Tensor, Tensor]:
     """Scale and minimum [...] of groups x [..., 32], both 0 or more, with the least weighted squared error."""
     weight = x.square().mean(-1, keepdim=True).sqrt() + x.abs()
     low, high = x.amin(-1).clamp(max=0), x.amax(-1)
-    total, sum_x = weight.sum(-1), (weight * x).sum(-1)
+    total = weight.sum(-1).clamp_min(1e-30)
+    mean_x = (weight * x).sum(-1) / total
     best = torch.full_like(low, torch.inf)
     scale, minimum = torch.zeros_like(low), torch.zeros_like(low)
     for wider in _WIDENED:
         tried = ((high - low) / (top + wider)).clamp_min(1e-30)[..., None]
-        code = ((x - low[..., None]) / tried).round_().clamp_(0, top)
-        weighted = weight * code
-        sum_code, squares, product = weighted.sum(-1), (weighted * code).sum(-1), (weighted * x).sum(-1)
-        spread = total * squares - sum_code.square()
-        alone = torch.where(squares > 0, 0, sum_x / total.clamp_min(1e-30))  # no code but one: 0, or any other
-        base = torch.where(spread > 0, (squares * sum_x - sum_code * product) / spread, alone).clamp_(max=0)
-        fit = torch.where(squares > 0, (product - base * sum_code) / squares, 0).clamp_(min=0)
-        error = (weight * (fit[..., None] * code + base[..., None] - x).square()).sum(-1)
+        code = (x - low[..., None]).div_(tried).round_().clamp_(0, top)
+        mean_code = (weight * code).sum(-1) / total
+        weighted = (code - mean_code[..., None]).mul_(weight)
+        spread, product = (weighted * code).sum(-1), (weighted * x).sum(-1)
+        alone = torch.where(mean_code > 0, 0, mean_x)  # no code but one: any, or 0
+        base = torch.where(spread > _ALIKE * total, mean_x - product / spread * mean_code, alone).clamp_(max=0)
+        squares = spread + total * mean_code.square()
+        fit = torch.where(squares > 0, (product + total * mean_code * (mean_x - base)) / squares, 0).clamp_(min=0)
+        error = code.mul_(fit[..., None]).add_(base[..., None]).sub_(x).square_().mul_(weight).sum(-1)
         better = error < best
         best = torch.where(better, error, best)
         scale, minimum = torch.where(better, fit, scale), torch.where(better, -base, minimum)
@@ -59,8 +64,13 @@ def _fitted(x: Tensor, top: int) -> tuple[Tensor, Tensor]:
 
 
 def _in_six_bits(sizes: Tensor) -> tuple[Tensor, Tensor]:
-    """[..., 8], 0 or more -> what one of 63 is worth [...], as float16 holds it, and how many each has [..., 8]."""
-    unit = (sizes.amax(-1) / _MOST).clamp_max(torch.finfo(torch.float16).max).half().float()
+    """[..., 8], 0 to 65,504 -> what one of 63 is worth [...], as float16 holds it, and how many each has [..., 8].
+
+    Rounded up: of the smallest float16 numbers the one below is far less, or 0.
+    """
+    exact = sizes.amax(-1) / _MOST
+    unit = exact.half()
+    unit = torch.where(unit.float() < exact, (unit.view(torch.int16) + 1).view(torch.float16), unit).float()
     return unit, torch.where(unit[..., None] > 0, sizes / unit[..., None], 0).round().clamp(0, _MOST)
 
 
