@@ -66,11 +66,11 @@ def _fitted(x: Tensor, top: int) -> tuple[Tensor, Tensor]:
 def _in_six_bits(sizes: Tensor) -> tuple[Tensor, Tensor]:
     """[..., 8], 0 to 65,504 -> what one of 63 is worth [...], as float16 holds it, and how many each has [..., 8].
 
-    Rounded up: of the smallest float16 numbers the one below is far less, or 0.
+    Rounded up where it would become far less, or 0: among the smallest float16 numbers.
     """
     exact = sizes.amax(-1) / _MOST
     unit = exact.half()
-    unit = torch.where(unit.float() < exact, (unit.view(torch.int16) + 1).view(torch.float16), unit).float()
+    unit = torch.where(unit.float() < 0.999 * exact, (unit.view(torch.int16) + 1).view(torch.float16), unit).float()
     return unit, torch.where(unit[..., None] > 0, sizes / unit[..., None], 0).round().clamp(0, _MOST)
 
 
