@@ -17,6 +17,8 @@ MODES = ("exact", "recall", "window")
 KV_DTYPES = ("auto", "bf16", "fp16", "fp32", "fp8", "int8", "k8v4", "int4")
 KV_EXPERIMENTAL = ("fp8", "int4")
 """Those that lost facts or a tenth of perplexity in a gate: the README's table has the figures."""
+KV_MARK = ", experimental: it failed a gate"
+"""What is said of those wherever one is in use."""
 WEIGHT_TYPES = (
     *("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k"),
     *("iq4_nl", "iq4_xs", "iq3_s", "tq1_0", "tq2_0"),

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.config import KV_EXPERIMENTAL
+from engine.config import KV_EXPERIMENTAL, KV_MARK
 from engine.errors import EngineError, KVRingError
 from engine.switches import SETTINGS, Effective, Resolved, resolve
 from engine.units import format_bytes
@@ -188,7 +188,7 @@ def _log(line: str) -> None:
 
 def kv_line(capacity: Capacity) -> str:
     """What pages hold, and why."""
-    mark = ", experimental: it failed a gate" if capacity.kv in KV_EXPERIMENTAL else ""
+    mark = KV_MARK if capacity.kv in KV_EXPERIMENTAL else ""
     return f"kv {capacity.kv} ({capacity.kv_reason}{mark})"
 
 

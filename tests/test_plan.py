@@ -324,6 +324,9 @@ def test_plan_speaks_json_and_refuses_with_the_knob(capsys):
     assert body["fits"] and body["capacity"]["context"] == 8192 and body["place"]["dtype"] == "float32"
     assert call(["plan", "phantom", "--json", "--device", "cpu", "--compute-capability", "7.5"]) == 0
     assert body["engine"] != json.loads(capsys.readouterr().out)["engine"]
+    for dtype in ("int4", "k8v4"):
+        assert call(["plan", "phantom", "--kv-dtype", dtype, "--device", "cpu"]) == 0
+        assert ("experimental" in capsys.readouterr().out) == (dtype == "int4")
     assert call(["plan", "phantom", "--compute-capability", "N/A"]) == 1
     assert call(["plan", "qwen3-8b", "--card", "8gb"]) == 1
     err = capsys.readouterr().err

@@ -36,7 +36,7 @@ def pick_engine(
     lines = {"card": choice.card, "capability": choice.capability, "engine": choice.engine, "reason": choice.reason}
     if choice.outcome == "chosen":
         lines |= {
-            "kv dtype": choice.kv_dtype,
+            "kv dtype": f"{choice.kv_dtype}, k8v4 where memory holds the context only so",
             "window": f"{choice.window_tokens:,} tokens",
             "pool": f"{choice.pool_tokens:,} tokens",
             "serve": shlex.join(choice.command(model)),

@@ -98,9 +98,10 @@ def _engine(card: str | None, capability: str | None, device: str) -> Choice:
 
 
 def _lines(made: Plan, config: EngineConfig) -> list[str]:
-    from engine.config import PAGE
+    from engine.config import KV_EXPERIMENTAL, KV_MARK, PAGE
 
     shape, place, capacity = made.shape, made.place, made.capacity
+    dtype = made.kv.form.dtype.name
     half = shape.heads, shape.kv_heads, shape.head_dim
     lines = [
         f"model     {shape.name}: {shape.layers} layers, {half[0]} heads over {half[1]} KV heads of {half[2]}, "
@@ -109,7 +110,7 @@ def _lines(made: Plan, config: EngineConfig) -> list[str]:
         f"weights   {shape.parameters / 1e9:.3g} billion x {made.weight_bits:g} bits / 8 = "
         f"{format_bytes(made.weight_bytes)}",
         f"KV        {made.kv.form.arithmetic(shape.paged)} = {format_bytes(made.kv.token_bytes)} a token, "
-        f"{format_bytes(made.kv.page_bytes)} a page ({made.kv.form.dtype.name}"
+        f"{format_bytes(made.kv.page_bytes)} a page ({dtype}{KV_MARK if dtype in KV_EXPERIMENTAL else ''}"
         f"{f'; {capacity.kv_reason}' if capacity else ''})",
     ]
     if shape.sliding_layers:
