@@ -7,6 +7,7 @@ ends with the first that doesn't compile.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import sys
@@ -123,12 +124,15 @@ def multiply(names: Iterable[str]) -> None:
 def main(arguments: list[str]) -> None:
     JITFunction.__getitem__ = compile_instead
     torch.empty, torch.empty_like = torch.zeros, torch.zeros_like  # nobody writes there: a number must stand in it
-    names = arguments[arguments.index("--shapes") + 1].split(",") if "--shapes" in arguments else ["128"]
-    for capability in (int(text) for text in arguments if text.isdecimal()):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("capabilities", type=int, nargs="+")
+    parser.add_argument("--shapes", type=lambda text: text.split(","))
+    asked = parser.parse_args(arguments)
+    for capability in asked.capabilities:
         triton.runtime.driver.set_active(Card(capability))
-        for name in names:
+        for name in asked.shapes or ["128"]:
             drive(*SHAPES[name])
-        multiply(TYPES if "--shapes" in arguments else TYPES_AT_LEAST)
+        multiply(TYPES if asked.shapes else TYPES_AT_LEAST)
     print(json.dumps(compiled))
 
 
