@@ -37,7 +37,7 @@ from engine.recall.select import HYSTERESIS, REASONS, WORTH
 from engine.routes import attention_key
 from engine.scheduler import QUESTION_CHUNK
 from engine.step import Frame
-from engine.step_graph import StepGraphs
+from engine.step_graph import Beside, StepGraphs
 
 SCORERS = ("fused", "token", "lexical")
 
@@ -53,6 +53,11 @@ class Kind:
     scored: bool
     neighbors: int
     ferried: bool  # the host brings what is missed
+
+    @property
+    def ahead(self) -> bool:
+        """Whether the window of the step before is attended to while scores choose."""
+        return self.scored and self.tokens == 1
 
     @property
     def name(self) -> str:
@@ -106,7 +111,9 @@ class DrivenSteps:
         self.tables = LentTables(pool, host.pages, self._tables_came_home)
         self._misses = triton_slots.Misses.empty(layers, slots, device)
         self._ferry = None if self.in_place else Ferry(pool, host, self._misses, transfer.stats, self._gather_units)
-        self._windows = ints(layers, slots)
+        self._fixed, self._windows = ints(slots), ints(layers, slots)
+        self._choice = triton_select.Choice.empty(slots, device)
+        self._beside = Beside(device)
         self._ids = ints(pages + own)
         self._role = torch.zeros(self._pages, dtype=torch.uint8, device=device)
         self._why = torch.zeros(layers, self._pages, dtype=torch.uint8, device=device)
@@ -124,6 +131,7 @@ class DrivenSteps:
         self._recall: Recall | None = None
         self._laid: tuple | None = None
         self._layout: Layout | None = None
+        self._attended: Layout | None = None  # of the step before, if it came to its end
 
     @property
     def in_place(self) -> bool:
@@ -165,10 +173,11 @@ class DrivenSteps:
         self._check_room(frame, layout, everything)
         self.tables.take()
         self._set_state(frame, layout)
+        self._attended = None
         if frame.fresh:
             self._open(frame)
         logits = self._run(kind)
-        self._last = frame
+        self._last, self._attended = frame, layout
         step.trace.moved.add(self.transfer.stats, before)  # by the host; what the device moved is collected later
         step.trace.hidden_pages = frame.past - layout.window
         step.trace.over_pool |= not frame.identity
@@ -218,7 +227,7 @@ class DrivenSteps:
         self._ids[: len(frame.ids)].copy_(self._upload(frame.ids.astype(np.int32)))
         if layout.role is not None:
             self._role[: frame.past].copy_(self._upload(layout.role))
-            self._windows[:, : len(layout.fixed)] = self._upload(layout.fixed.astype(np.int32))
+            self._fixed[: len(layout.fixed)].copy_(self._upload(layout.fixed.astype(np.int32)))
         self._laid, self._layout = laid, layout
         return layout
 
@@ -273,7 +282,7 @@ class DrivenSteps:
         state[g.PAST], state[g.FIRST], state[g.OWN] = frame.past, frame.first_row, len(frame.own)
         state[g.WINDOW], state[g.LEFT], state[g.DEPTH] = layout.window, layout.left, layout.depth
         farthest = frame.step.budget.pool - len(frame.own) if self.compact else self._pages
-        state[g.FARTHEST], state[g.TICK] = farthest, self.pool.tick
+        state[g.FARTHEST], state[g.TICK], state[g.STEADY] = farthest, self.pool.tick, layout is self._attended
         if len(frame.step.tokens) == 1:
             self._token_in[0] = frame.step.tokens[0]
         else:
@@ -317,20 +326,7 @@ class DrivenSteps:
         page = self.pool.shape.form.layout
         triton_pages.append(q, k, v, turned, pool, tables.slot_of, self._ids, self._geometry, self._offsets, page)
         window = None if kind.everything else self._windows[layer]
-        if not kind.everything:
-            why = self._why[layer]
-            if kind.scored:
-                codes = self.digests.codes_of(layer)
-                self._scores(turned[-QUERY_ROWS:], *codes, self._ids, self._geometry, self._turns, rope.score_scale)
-                triton_select.rank(self._scores, self._bars[layer], why, self._role, self._geometry, HYSTERESIS, WORTH)
-                triton_select.pick(self._scores, self._role, why, window, self._geometry, kind.neighbors)
-            misses = self._misses.layer(layer)
-            triton_slots.bring(window, self._ids, tables, misses, self._geometry, self._counters, self.compact)
-            if kind.ferried:
-                self._ferry.fetch(layer, self.graphs.between)
-            else:
-                triton_pages.gather(host, pool, misses.pages, misses.places, misses.count, self._gather_units)
-        return self._attention(
+        seen = (
             turned,
             pool,
             host if kind.cold else None,
@@ -342,9 +338,30 @@ class DrivenSteps:
             self._counters,
             rope.score_scale,
             self.compact,
-            q.dtype,
             page,
         )
+        if kind.everything:
+            return self._attention(*seen, dtype=q.dtype)
+        if kind.ahead:
+            with self._beside.begin():
+                self._attention.attend(*seen, dtype=q.dtype, when="early")
+        choice, state = self._choice, self._geometry
+        if kind.scored:
+            why, codes = self._why[layer], self.digests.codes_of(layer)
+            self._scores(turned[-QUERY_ROWS:], *codes, self._ids, state, self._turns, rope.score_scale)
+            triton_select.rank(self._scores, self._bars[layer], why, self._role, choice, state, HYSTERESIS, WORTH)
+            triton_select.pick(self._scores, self._role, why, choice, state, kind.neighbors)
+        misses = self._misses.layer(layer)
+        triton_slots.bring(self._fixed, choice, window, self._ids, tables, misses, state, self._counters, self.compact)
+        if kind.ahead and kind.ferried:
+            self._beside.join()  # a graph ends here
+        if kind.ferried:
+            self._ferry.fetch(layer, self.graphs.between)
+        else:
+            triton_pages.gather(host, pool, misses.pages, misses.places, misses.count, self._gather_units)
+        if kind.ahead and not kind.ferried:
+            self._beside.join()
+        return self._attention(*seen, dtype=q.dtype, changed=choice.changed if kind.ahead else None)
 
     # --- explaining -----------------------------------------------------------------------------------------------
 
@@ -354,7 +371,7 @@ class DrivenSteps:
         if everything:
             trace.seen.update(range(frame.past))
             return
-        trace.seen.update(layout.fixed.tolist())
+        trace.seen.update(self._windows[:, : layout.window].unique().tolist())
         because = dict(zip(layout.taken.pages.tolist(), layout.taken.reasons.tolist(), strict=True))
         logical = {int(page): index for index, page in enumerate(frame.ids)}
         why = self._why[:, : frame.past].cpu().numpy()
@@ -363,5 +380,4 @@ class DrivenSteps:
             for page in np.flatnonzero(why[layer]).tolist():
                 reason = because.get(page, int(why[layer, page]) - 1)
                 trace.reasons.setdefault(page, Counter())[REASONS[reason]] += 1
-                trace.seen.add(page)
             trace.fetched.update(logical[int(page)] for page in missed[layer, : counts[layer]])

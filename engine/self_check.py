@@ -45,7 +45,7 @@ def self_check(model: Transformer, shape: KVShape) -> str:
     scale = model.rope.score_scale
 
     attention = PagedAttention(heads, shape.kv_heads, shape.head_dim, 1, device, 4 * shape.kv_heads)
-    got = attention(q, pool, None, ids, ids, None, geometry, turns, counters, scale, False, dtype, form.layout)
+    got = attention(q, pool, None, ids, ids, None, geometry, turns, counters, scale, False, form.layout, dtype=dtype)
     partial = PartialAttention(model.rope, q, shape.kv_heads)
     distance = np.arange(past, -1, -1)
     partial.add(kv, distance, past * PAGE + first)

@@ -19,6 +19,7 @@ from engine.config import PAGE
 from engine.kv.pool import DevicePool
 from engine.kv.transfer import Transfer
 from engine.ops import cuda_flash, triton_pages
+from engine.ops import geometry as g
 from engine.ops.geometry import STAGED_PAGES as SEGMENT
 from engine.ops.geometry import Turns
 from engine.ops.rope import Rotary
@@ -45,7 +46,7 @@ class Stager:
         self.free = [torch.cuda.Event() for _ in range(2)] if self.stream else []
         probe = torch.zeros(PAGE, heads, shape.head_dim, dtype=shape.dtype, device=device)
         keys = torch.zeros(shape.kv_heads, PAGE, shape.head_dim, dtype=shape.dtype, device=device)
-        self.kernel_name, self.kernel = cuda_flash.choose(probe, keys, keys)
+        self.kernel = cuda_flash.choose(probe, keys, keys)
 
     @property
     def in_place(self) -> bool:
@@ -87,7 +88,9 @@ class StagedChunk:
         self._distance = stager.upload(past - seen)
         self._own_slots = self._slots[:, len(window) :].int()
         self._own_ids = stager.upload(np.arange(self.own)).int()
-        self._geometry = stager.upload(np.array([0, first_row, self.own, 0, 0, 0, 0, 0])).int()
+        geometry = np.zeros(g.GEOMETRY)
+        geometry[[g.FIRST, g.OWN]] = first_row, self.own
+        self._geometry = stager.upload(geometry).int()
         self._offsets = stager.rope.cos_sin(torch.arange(first_row + tokens, device=pool.data.device))
         count = len(window)
         borders = [*range(0, count, SEGMENT), count]

@@ -6,11 +6,14 @@ row of graphs that share one memory pool.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+PRIORITY = -1
+"""Of a captured step's own kernels, before those beside it."""
 KINDS = 8
 """Kinds of steps whose graphs are kept."""
 
@@ -27,7 +30,7 @@ class StepGraph:
     def capture(self, step: Callable[[], Any]) -> None:
         """Record what `step` launches. Nothing is computed; any error leaves the stream out of capture."""
         torch.cuda.synchronize()
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream(priority=PRIORITY)
         with torch.cuda.stream(stream):
             self._begin()
             try:
@@ -53,6 +56,28 @@ class StepGraph:
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         self._graphs.append(graph)
+
+
+class Beside:
+    """A second stream for what may run while the step goes on; in its place where there are no streams."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def begin(self) -> Iterator[None]:
+        """Launches within follow what the step has launched."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def join(self) -> None:
+        """What the step launches next follows them, too. Once after each `begin`."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
 
 
 class StepGraphs:

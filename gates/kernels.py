@@ -160,10 +160,11 @@ class Attending:
             ids = torch.arange(scene.pages, dtype=torch.int32, device=scene.device)
             attend = PagedAttention(scene.config.heads, shape.kv_heads, shape.head_dim, 1, scene.device, units)
             counters = torch.zeros(g.COUNTERS, dtype=torch.int64, device=scene.device)
-            fixed = scene.geometry(), Turns.of(rope, scene.pages), counters, rope.score_scale, False, shape.dtype
+            fixed = scene.geometry(), Turns.of(rope, scene.pages), counters, rope.score_scale, False
+            form, dtype = shape.form.layout, shape.dtype
 
             def work(number: int) -> Tensor:
-                return attend(q, pool[number % layers], None, ids, ids, ids, *fixed, shape.form.layout)
+                return attend(q, pool[number % layers], None, ids, ids, ids, *fixed, form, dtype=dtype)
         else:
             distance = np.arange(scene.pages - 1, -1, -1)
 
@@ -245,7 +246,8 @@ def chunk(scene: Scene, floors: Floors, rows: int) -> Rate:
     if scene.triton:
         from engine.ops import cuda_flash
 
-        name, kernel = cuda_flash.choose(q, keys, keys)
+        kernel = cuda_flash.choose(q, keys, keys).of(rows)
+        name = kernel.__name__
 
         def work() -> None:
             kernel(q, keys, values, False, scale)

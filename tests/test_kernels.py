@@ -122,7 +122,7 @@ def test_paged_attention_is_the_reference(dim, heads, kv_heads, tokens, first, p
             counters,
             scene.rope.score_scale,
             compact,
-            torch.float32,
+            dtype=torch.float32,
         )
         torch.testing.assert_close(out, scene.reference(seen, compact), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     met = sum(page in cold for page in range(past)) + sum(page in cold for page in window)
@@ -211,22 +211,22 @@ def test_ranks_and_picks_choose_what_the_reference_chooses(seed, compact):
     tables = random_tables(random, pages, slots, ids[:past], tick=9)
     before = {name: getattr(tables, name).clone() for name in ("slot_of", "page_in", "last_used")}
     fixed = np.flatnonzero(always | np.isin(np.arange(past), taken))
-    window = ints(np.concatenate([fixed, np.full(capacity - len(fixed), -9)]))
+    window, choice = ints(np.full(capacity, -9)), triton_select.Choice.empty(slots, DEVICE)
     misses = triton_slots.Misses.empty(1, slots, DEVICE).layer(0)
     left, depth = budget - len(taken), min(budget, int(eligible.sum()))
     assert depth <= triton_select.most_ranks(kv_heads, capacity)
     state = geometry(PAST=past, LEFT=left, DEPTH=depth, WINDOW=len(fixed) + left, TICK=9)
     counters = torch.zeros(g.COUNTERS, dtype=torch.int64, device=DEVICE)
     bars = ints([-1] * kv_heads)
-    triton_select.rank(scores, bars, why, role, state, HYSTERESIS, WORTH)
+    triton_select.rank(scores, bars, why, role, choice, state, HYSTERESIS, WORTH)
     enough = bars.clone()  # where most or all of those that count pass
     scores.listed.zero_()
     bars.copy_(
         torch.where(ints(random.integers(0, 2, kv_heads)) == 1, enough, ints(random.integers(0, 1 << 30, kv_heads)))
     )
-    triton_select.rank(scores, bars, why, role, state, HYSTERESIS, WORTH)
-    triton_select.pick(scores, role, why, window, state, neighbors)
-    triton_slots.bring(window, ints(ids), tables, misses, state, counters, compact)
+    triton_select.rank(scores, bars, why, role, choice, state, HYSTERESIS, WORTH)
+    triton_select.pick(scores, role, why, choice, state, neighbors)
+    triton_slots.bring(ints(fixed), choice, window, ints(ids), tables, misses, state, counters, compact)
 
     expected = np.sort(np.concatenate([wanted, np.flatnonzero(always)]))
     got = window[: len(expected)].tolist()
@@ -234,6 +234,7 @@ def test_ranks_and_picks_choose_what_the_reference_chooses(seed, compact):
     assert np.flatnonzero(why.cpu().numpy()[:past]).tolist() == wanted.tolist()
     check_claims(before, tables, misses, ids[expected], 9)
     assert int(counters[g.FETCHED]) == int(misses.count)
+    assert bool(choice.changed) == (set(np.setdiff1d(held, taken)) != set(np.setdiff1d(wanted, taken)))
 
 
 def random_tables(random, pages: int, slots: int, mine: np.ndarray, tick: int) -> triton_slots.Tables:
@@ -410,8 +411,8 @@ def test_attention_reads_codes_as_the_reference_decodes_them(name, dim):
                 counters,
                 scene.rope.score_scale,
                 False,
-                dtype,
                 scene.form.layout,
+                dtype=dtype,
             )
             wanted = scene.reference(seen, False)
             near = {torch.float32: 2e-5, torch.bfloat16: 4e-2}[dtype] * float(wanted.abs().max())

@@ -12,11 +12,13 @@ import torch
 
 pytest.importorskip("triton", reason="triton has no wheel here")
 
+from engine import driven
 from engine.config import EngineConfig, RecallParams, SamplingParams
-from engine.driven import DrivenSteps
+from engine.driven import DrivenSteps, Kind
 from engine.engine import Engine
 from engine.ferry import Ferry
 from engine.model.load import load_model
+from engine.ops import geometry as g
 from engine.ops import triton_pages
 from engine.staged import StagedChunk
 from engine.step_graph import StepGraphs
@@ -97,17 +99,18 @@ def selected(result) -> set[tuple[int, str]]:
 
 
 @pytest.mark.parametrize(
-    ("settings", "kv_dtype", "model", "far"),
+    ("settings", "model", "config"),
     [
-        ({}, "auto", "phantom", "all"),
-        ({}, "k8v4", "phantom", "all"),
-        ({}, "auto", "tiny", 50),
-        ({"decode": "window"}, "auto", "phantom", "all"),
-        ({"decode": "exact"}, "k8v4", "phantom", "all"),
+        ({}, "phantom", {}),
+        ({}, "phantom", {"kv_dtype": "k8v4"}),
+        ({}, "tiny", {"far_heads": 50}),
+        ({}, "phantom", {"positions": "compact"}),
+        ({"decode": "window"}, "phantom", {}),
+        ({"decode": "exact"}, "phantom", {"kv_dtype": "k8v4"}),
     ],
 )
-def test_the_device_sees_and_says_what_the_host_does(pair, settings, kv_dtype, model, far):
-    torch_engine, triton_engine = pair(model, kv_capacity=768, kv_dtype=kv_dtype, far_heads=far)
+def test_the_device_sees_and_says_what_the_host_does(pair, settings, model, config):
+    torch_engine, triton_engine = pair(model, kv_capacity=768, **config)
     wanted, got = answer(torch_engine, **settings), answer(triton_engine, **settings)
     assert got.tokens == wanted.tokens and got.recall.over_pool
     same, either = selected(got) & selected(wanted), selected(got) | selected(wanted)
@@ -145,6 +148,47 @@ def test_no_kernel_is_given_host_memory_that_it_cannot_reach(pair, monkeypatch):
     resident = cached[(runner.pool.slot_of[:, cached] >= 0).all(0)]
     StagedChunk(runner.stager, len(resident), resident, np.arange(len(resident)), 0, 0)._stage(0, 0, len(resident))
     assert len(resident) and given == [runner.pool.data[0].data_ptr()]
+
+
+@pytest.mark.parametrize("positions", ["absolute", "compact"])
+def test_every_step_attends_to_what_is_fixed_and_what_was_chosen_for_it(pair, monkeypatch, positions):
+    """In compact positions the newest pages were once lost from a page's second token on, and another seen twice."""
+    _, engine = pair(kv_capacity=768, positions=positions)
+    step, steady = DrivenSteps.step, []
+
+    def checked(self, frame):
+        logits, layout, ids = step(self, frame), self._layout, self._ids.cpu().numpy()
+        slot_of = self.tables.device.slot_of.cpu().numpy()
+        for layer, window in enumerate(self._windows[:, : layout.window].tolist()):
+            chosen = np.flatnonzero(self._why[layer, : frame.past].cpu().numpy())
+            assert sorted(window) == sorted({*layout.fixed.tolist(), *chosen.tolist()})
+            assert positions == "absolute" or window == sorted(window)
+            assert (slot_of[layer, ids[window]] >= 0).all()
+        steady.append(int(self._geometry[g.STEADY]))
+        return logits
+
+    monkeypatch.setattr(DrivenSteps, "step", checked)
+    assert answer(engine).recall.over_pool and steady[-1] == 1 and not all(steady)
+
+
+@pytest.mark.parametrize("held", [driven.HYSTERESIS, 0.0])
+def test_attending_ahead_of_the_choice_changes_no_bit(pair, monkeypatch, held):
+    """Where scores choose the same pages again, and where what is held is worth nothing, so that they choose others."""
+    step, logits, changed = DrivenSteps.step, {True: [], False: []}, []
+    monkeypatch.setattr(driven, "HYSTERESIS", held)
+    monkeypatch.setattr(driven, "WORTH", 0.0)
+
+    def kept(self, frame):
+        logits[ahead].append(step(self, frame).clone())
+        changed.append(int(self._choice.changed) if self._geometry[g.STEADY] else None)
+        return logits[ahead][-1]
+
+    monkeypatch.setattr(DrivenSteps, "step", kept)
+    for ahead in logits:
+        monkeypatch.setattr(Kind, "ahead", property(lambda kind, ahead=ahead: ahead and kind.scored))
+        _, engine = pair(kv_capacity=768)
+        answer(engine)
+    assert all(map(torch.equal, *logits.values())) and (0 if held else 1) in changed
 
 
 def test_what_the_host_brings_is_what_kernels_would_have_read(pair, monkeypatch):
@@ -211,9 +255,9 @@ def test_answers_in_turn_keep_their_own_windows(pair):
 def test_a_step_that_fails_half_way_leaves_the_tables_true(pair, monkeypatch):
     torch_engine, engine = pair(kv_capacity=768)
     wanted = answer(torch_engine).tokens
-    driven = engine._runner.driven
-    driven.graphs.wanted = False
-    attend, calls = driven._attend, [0]
+    steps = engine._runner.driven
+    steps.graphs.wanted = False
+    attend, calls = steps._attend, [0]
 
     def failing(kind, layer, q, k, v):
         calls[0] += 1
@@ -221,7 +265,7 @@ def test_a_step_that_fails_half_way_leaves_the_tables_true(pair, monkeypatch):
             raise RuntimeError("stopped half-way")
         return attend(kind, layer, q, k, v)
 
-    monkeypatch.setattr(driven, "_attend", failing)
+    monkeypatch.setattr(steps, "_attend", failing)
     with pytest.raises(RuntimeError, match="half-way"):
         answer(engine)
     engine.audit(deep=True)

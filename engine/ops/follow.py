@@ -33,6 +33,10 @@ def _follows(device: torch.device) -> bool:
     return can and "launch_pdl" in CUDAOptions.__dataclass_fields__
 
 
+FOLLOW_NOBODY = {"FOLLOW": False}
+"""Of a kernel that is launched beside the others."""
+
+
 def follow(tensor: Tensor) -> dict[str, bool]:
     """The launch arguments of a kernel that takes part, on this tensor's device."""
-    return {"FOLLOW": True, "launch_pdl": True} if _follows(tensor.device) else {"FOLLOW": False}
+    return {"FOLLOW": True, "launch_pdl": True} if _follows(tensor.device) else FOLLOW_NOBODY

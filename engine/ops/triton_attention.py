@@ -1,6 +1,8 @@
 """Attention over pages where they lie: in the pool, or in pinned host memory read in place. Triton.
 
 Few query rows against the pages of a window, split along it; a second kernel merges the splits by their log-sum-exp.
+While scores are still choosing, the window of the step before can be attended to: what comes of it counts if they
+choose the same pages, as they mostly do, and else is done again.
 The query is rotated once per page by the page's distance (`ops/attention.py` says why), so keys are read as stored.
 Reference: `PartialAttention` of ops/attention.py.
 """
@@ -8,6 +10,7 @@ Reference: `PartialAttention` of ops/attention.py.
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 import triton
@@ -16,7 +19,7 @@ from torch import Tensor
 
 from engine.config import PAGE
 from engine.ops import geometry as g
-from engine.ops.follow import await_results, follow
+from engine.ops.follow import FOLLOW_NOBODY, await_results, follow
 from engine.ops.geometry import Turns
 from engine.ops.triton_codes import Layout, layout_of, load_keys, load_values
 
@@ -24,7 +27,7 @@ TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: 
 FEW_WARPS = {True: 2, False: 4}
 """Of a program of 16 rows, by whether pages are plain: codes take registers to convert."""
 LOG2E = 1.4426950408889634
-PAST, FIRST, OWN, WINDOW = map(tl.constexpr, (g.PAST, g.FIRST, g.OWN, g.WINDOW))
+PAST, FIRST, OWN, WINDOW, STEADY = map(tl.constexpr, (g.PAST, g.FIRST, g.OWN, g.WINDOW, g.STEADY))
 STREAMED = tl.constexpr(g.STREAMED)
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
@@ -63,6 +66,7 @@ def _attend(
     slot_of,  # int32 [page]
     ids,  # int32 [logical page]
     window,  # int32 [n]: logical pages; not read where ALL
+    changed,  # int32 [1]: whether `window` is another than in the step before; not read where WHEN is "once"
     geometry,
     cos,  # float32 [reach * 2 + 1, DIM / 2], row `reach` is distance 0
     sin,
@@ -83,6 +87,7 @@ def _attend(
     ALL: tl.constexpr,
     COLD: tl.constexpr,
     COMPACT: tl.constexpr,
+    WHEN: tl.constexpr,
     FOLLOW: tl.constexpr,
     TYPE: tl.constexpr,  # what codes are multiplied in
     K: tl.constexpr,
@@ -93,6 +98,12 @@ def _attend(
     SIZE: tl.constexpr,
 ):
     await_results(FOLLOW)
+    if WHEN != "once":
+        ready = tl.load(geometry + STEADY) != 0
+        if WHEN == "late":
+            ready = ready & (tl.load(changed) == 0)
+        if ready == (WHEN == "late"):
+            return
     split, kv_head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     past, first, own = tl.load(geometry + PAST), tl.load(geometry + FIRST), tl.load(geometry + OWN)
@@ -124,6 +135,8 @@ def _attend(
             distance = past - page
         identity = tl.load(ids + page)
         slot = tl.load(slot_of + identity)
+        if WHEN == "early":
+            slot = tl.maximum(slot, 0)  # a page may be leaving; then all of this is done again
         base = pool + slot.to(tl.int64) * SIZE
         if COLD:
             base = tl.where(slot < 0, host + identity.to(tl.int64) * host_page, base)
@@ -199,7 +212,30 @@ class PagedAttention:
         blocks = -(-tokens * (self.heads // self.kv_heads) // self._rows(tokens))
         return max(1, self.units // (self.kv_heads * blocks))
 
-    def __call__(
+    def __call__(self, q: Tensor, *seen: Any, dtype: torch.dtype, changed: Tensor | None = None) -> Tensor:
+        """q [T, heads, dim] -> [T, heads, dim] of `dtype`. seen: the further arguments of `attend`.
+
+        changed: after an `attend` ahead, what the scores chose since (`Choice.changed`).
+        """
+        self.attend(q, *seen, dtype=dtype, when="once" if changed is None else "late", changed=changed)
+        tokens = q.shape[0]
+        splits = self._splits(tokens)
+        out = torch.empty(tokens, self.heads, self.dim, dtype=dtype, device=q.device)
+        _merge[(tokens * self.heads,)](
+            self._partial,
+            self._lse,
+            out,
+            tokens * self.heads,
+            splits,
+            DIM=self.dim,
+            WIDE=triton.next_power_of_2(self.dim),
+            SPLITS=max(2, triton.next_power_of_2(splits)),
+            num_warps=4,
+            **follow(q),
+        )
+        return out
+
+    def attend(
         self,
         q: Tensor,
         pool: Tensor,
@@ -212,18 +248,20 @@ class PagedAttention:
         counters: Tensor,
         scale: float,
         compact: bool,
-        dtype: torch.dtype,
         layout: Layout | None = None,
-    ) -> Tensor:
-        """q [T, heads, dim] -> [T, heads, dim] of `dtype`. Shapes and words as in the kernel.
+        *,
+        dtype: torch.dtype,
+        when: str,
+        changed: Tensor | None = None,
+    ) -> None:
+        """The first kernel: the splits, which a call merges. Shapes and words as in the kernel.
 
         window None: all past pages. host: the layer's part of a pinned store, where cold pages may be met; None: every
-        page seen is resident.
+        page seen is resident. when: `once`; `early`: if windows are steady; `late`: if early ones were not these.
         """
         tokens = q.shape[0]
         splits, rows = self._splits(tokens), self._rows(tokens)
         blocks = -(-tokens * (self.heads // self.kv_heads) // rows)
-        out = torch.empty(tokens, self.heads, self.dim, dtype=dtype, device=q.device)
         wide, layout = triton.next_power_of_2(self.dim), layout_of(pool, layout)
         _attend[(splits, self.kv_heads, blocks)](
             q,
@@ -232,6 +270,7 @@ class PagedAttention:
             slot_of,
             ids,
             ids if window is None else window,
+            ids if changed is None else changed,
             geometry,
             turns.cos,
             turns.sin,
@@ -252,22 +291,10 @@ class PagedAttention:
             ALL=window is None,
             COLD=host is not None,
             COMPACT=compact,
+            WHEN=when,
             TYPE=TYPES[dtype],
             **layout,
             num_warps=FEW_WARPS[layout["K"] == "plain"] if rows == 16 else 4,
             num_stages=2,
-            **follow(q),
+            **(FOLLOW_NOBODY if when == "early" else follow(q)),
         )
-        _merge[(tokens * self.heads,)](
-            self._partial,
-            self._lse,
-            out,
-            tokens * self.heads,
-            splits,
-            DIM=self.dim,
-            WIDE=wide,
-            SPLITS=max(2, triton.next_power_of_2(splits)),
-            num_warps=4,
-            **follow(q),
-        )
-        return out

@@ -9,6 +9,9 @@ are all that can count: twice as many passed it in the step before. So ranks cos
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,7 +20,7 @@ from engine.ops import geometry as g
 from engine.ops.follow import await_results, follow
 from engine.ops.triton_score import PageScores
 
-PAST, WINDOW, LEFT, DEPTH = map(tl.constexpr, (g.PAST, g.WINDOW, g.LEFT, g.DEPTH))
+PAST, LEFT, DEPTH = map(tl.constexpr, (g.PAST, g.LEFT, g.DEPTH))
 CANDIDATE, TAKEN = map(tl.constexpr, (g.CANDIDATE, g.TAKEN))
 UNSELECTED, KEY, LEXICAL, NEIGHBOR = map(tl.constexpr, (g.UNSELECTED, g.KEY, g.LEXICAL, g.NEIGHBOR))
 NEVER = tl.constexpr(2**31 - 1)
@@ -42,6 +45,7 @@ def _key(
     listed,  # int32 [KV_HEADS]: raised by how many those are
     bars,  # int32 [KV_HEADS]
     order,  # int32 [pages]: out, made ready for `_rank`
+    changed,  # int32 [1]: out, zero, for `_pick`
     geometry,
     rows,
     pages,
@@ -76,6 +80,7 @@ def _key(
         kind = tl.load(role + page, mask=page < past, other=0)
         bar = tl.load(bars + head)
         if head == 0:
+            tl.store(changed, 0)
             tl.store(order + page, tl.where(held, UNRANKED - 1, UNRANKED), mask=page < past)
         top = tl.where(row < rows, tl.max(tops, 1), 0.0)
         total = tl.sum(sums * tl.exp(tops - top[:, None]), 1)
@@ -153,8 +158,9 @@ def _turns(order, role, page, past, KV_HEADS: tl.constexpr, NEIGHBORS: tl.conste
 def _pick(
     order,
     role,
-    why,  # uint8 [pages]: out
-    window,  # int32 [pages]: out, after the pages that the host put there
+    why,  # uint8 [pages]: of the step before; out
+    chosen,  # int32 [pages]: out
+    changed,  # int32 [1]: out, not 0 if these are other pages than in the step before
     geometry,
     KV_HEADS: tl.constexpr,
     NEIGHBORS: tl.constexpr,
@@ -176,14 +182,39 @@ def _pick(
         place = tl.sum(ahead, 1)
         picked = (mine != NEVER) & (place < left)
         reason = tl.where(kind == TAKEN, LEXICAL, tl.where(picked, tl.where(beside, NEIGHBOR, KEY), UNSELECTED))
+        before = tl.load(why + own, mask=own < past, other=UNSELECTED)
+        other = ((before == KEY) | (before == NEIGHBOR)) != picked
+        if tl.sum(other.to(tl.int32), 0) > 0:
+            tl.store(changed, 1)
         tl.store(why + own, reason.to(tl.uint8), mask=own < past)
-        tl.store(window + tl.load(geometry + WINDOW) - left + place, own, mask=picked)
+        tl.store(chosen + place, own, mask=picked)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What scores chose in one layer."""
+
+    pages: Tensor  # int32 [most]: logical, the first LEFT count
+    changed: Tensor  # int32 [1]: not 0 if they are others than in the step before
+
+    @classmethod
+    def empty(cls, most: int, device: torch.device) -> Choice:
+        return cls(*(torch.zeros(size, dtype=torch.int32, device=device) for size in (most, 1)))
 
 
 def rank(
-    scores: PageScores, bars: Tensor, why: Tensor, role: Tensor, geometry: Tensor, hysteresis: float, worth: float
+    scores: PageScores,
+    bars: Tensor,
+    why: Tensor,
+    role: Tensor,
+    choice: Choice,
+    geometry: Tensor,
+    hysteresis: float,
+    worth: float,
 ) -> None:
     """Set `scores.order` to each candidate's best turn: its rank in a head x twice the heads, plus the head.
+
+    Makes `choice` ready for `pick`.
 
     bars int32 [kv_head], in the places of `scores.far` heads: keys above which pages are looked at, -1 at first; moved
     to where twice as many as count pass.
@@ -202,6 +233,7 @@ def rank(
         scores.listed,
         bars,
         scores.order,
+        choice.changed,
         geometry,
         scores.rows,
         pages,
@@ -232,14 +264,15 @@ def rank(
     )
 
 
-def pick(scores: PageScores, role: Tensor, why: Tensor, window: Tensor, geometry: Tensor, neighbors: int) -> None:
-    """The pages whose turns come first, behind those that already stand in `window`; `why` says how each came in."""
+def pick(scores: PageScores, role: Tensor, why: Tensor, choice: Choice, geometry: Tensor, neighbors: int) -> None:
+    """Set `choice` to the pages whose turns come first; `why` says how each came in."""
     pages = role.shape[0]
     _pick[(triton.cdiv(pages, PICK["OWN_"]),)](
         scores.order,
         role,
         why,
-        window,
+        choice.pages,
+        choice.changed,
         geometry,
         KV_HEADS=scores.kv_heads,
         NEIGHBORS=neighbors,

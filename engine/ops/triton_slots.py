@@ -15,8 +15,9 @@ from torch import Tensor
 
 from engine.ops import geometry as g
 from engine.ops.follow import await_results, follow
+from engine.ops.triton_select import Choice
 
-WINDOW, TICK = map(tl.constexpr, (g.WINDOW, g.TICK))
+WINDOW, LEFT, TICK, STEADY = map(tl.constexpr, (g.WINDOW, g.LEFT, g.TICK, g.STEADY))
 FETCHED = tl.constexpr(g.FETCHED)
 NEVER = tl.constexpr(2**31 - 1)
 UNROLL = tl.constexpr(4)
@@ -58,7 +59,10 @@ def _claim(slot_of, page_in, last_used, pinned, wanted, found, need, tick, slots
 
 @triton.jit
 def _bring(
-    window,  # int32 [pages]: logical; put in order where SORT
+    fixed,  # int32 [pages]: logical, those that are seen whatever scores choose
+    chosen,  # int32 [pages]: logical, those that scores chose
+    changed,  # int32 [1]: not 0 if those are others than in the step before
+    window,  # int32 [slots]: both; out unless it holds them from the step before; in order where SORT
     ids,
     slot_of,  # int32 [page]
     page_in,  # int32 [slot]
@@ -80,12 +84,18 @@ def _bring(
     seen = index < count
     page = tl.load(window + index, mask=index < slots, other=0)  # beyond `count` too: not to wait for it
     page = tl.where(seen, page, 0)
-    if SORT:
-        before = tl.zeros([SLOTS], tl.int32)
-        for other in range(count):
-            before += (tl.load(window + other) < page).to(tl.int32)
-        tl.debug_barrier()
-        tl.store(window + before, page, mask=seen)
+    if (tl.load(geometry + STEADY) == 0) | (tl.load(changed) != 0):
+        given = count - tl.load(geometry + LEFT)
+        page = tl.load(fixed + index, mask=index < given, other=0)
+        page += tl.load(chosen + index - given, mask=seen & (index >= given), other=0)
+        tl.store(window + index, page, mask=seen)
+        if SORT:
+            before = tl.zeros([SLOTS], tl.int32)
+            tl.debug_barrier()
+            for other in range(count):
+                before += (tl.load(window + other) < page).to(tl.int32)
+            tl.debug_barrier()
+            tl.store(window + before, page, mask=seen)
     identity = tl.load(ids + page, mask=seen, other=0)
     slot = tl.load(slot_of + identity, mask=seen, other=0)
     tl.store(last_used + slot, tick, mask=seen & (slot >= 0))
@@ -183,11 +193,23 @@ class Misses:
 
 
 def bring(
-    window: Tensor, ids: Tensor, tables: Tables, misses: Misses, geometry: Tensor, counters: Tensor, sort: bool
+    fixed: Tensor,
+    choice: Choice,
+    window: Tensor,
+    ids: Tensor,
+    tables: Tables,
+    misses: Misses,
+    geometry: Tensor,
+    counters: Tensor,
+    sort: bool,
 ) -> None:
-    """Touch the window's resident pages and claim slots for the cold ones, whose bytes are still to be fetched."""
+    """Set `window` to the fixed and the chosen pages, touch the resident ones of it and claim slots for the cold ones,
+    whose bytes are still to be fetched. A window that holds these pages from the step before stays as it is."""
     slots = tables.page_in.shape[0]
     _bring[(1,)](
+        fixed,
+        choice.pages,
+        choice.changed,
         window,
         ids,
         tables.slot_of,
