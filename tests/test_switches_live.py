@@ -170,7 +170,7 @@ OBSERVED = {
     "prefill_chunk": ({"prefill_chunk": 512}, lambda seen: seen.steps()),
 }
 ELSEWHERE = {
-    "weights": "tests/test_packed.py: a folder is quantised while it is loaded",
+    "weights": "tests/test_quantise.py: a folder is quantised while it is loaded",
     "dtype": "test_the_dtype_is_what_the_weights_are_loaded_in",
     "cuda_graph": "tests/test_triton_runner.py: the same work and tokens without graphs, and said",
     "device_profile_path": "tests/test_device_profile.py: the schedule that ran is the one that the profile says",
