@@ -20,7 +20,6 @@ from tests.blocks import furthest, values
 from tests.gguf_models import save_gguf
 from tests.models import save_folder, tiny_model
 
-
 DRAWN = {
     "normal": lambda random, size: random.normal(size=size),
     "heavy": lambda random, size: random.standard_t(3, size),
