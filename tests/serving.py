@@ -18,7 +18,20 @@ from engine.model.load import LoadedModel
 from kvring_cli.server.app import make_app
 from kvring_cli.server.service import ServeSettings, Service
 
+CHAT = "/v1/chat/completions"
 SMALL = {"max_context": 8192, "kv_capacity": 40 * 64, "prefill_chunk": 256}
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    """A chat request of one word, for two tokens."""
+    return {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2, **fields}
+
+
+def error(response: httpx.Response, status: int, code: str) -> dict[str, Any]:
+    """The error that this response must be."""
+    assert response.status_code == status, response.text[:300]
+    assert response.json()["error"]["code"] == code, response.text[:300]
+    return response.json()["error"]
 
 
 class Live:
@@ -51,8 +64,8 @@ class Live:
         return not self.service.worker.active and not self.service.worker.waiting
 
     def chat(self, content: str, **fields: Any) -> dict[str, Any]:
-        body = {"messages": [{"role": "user", "content": content}], "max_tokens": 4, **fields}
-        response = self.http.post("/v1/chat/completions", json=body)
+        fields = {"messages": [{"role": "user", "content": content}], "max_tokens": 4, **fields}
+        response = self.http.post(CHAT, json=fields)
         assert response.status_code == 200, response.text
         return response.json()
 
