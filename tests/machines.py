@@ -1,8 +1,10 @@
-"""Recorded facts of machines that the tests don't run on."""
+"""Recorded facts of machines that the tests don't run on, and stand-ins for what answers there."""
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 from engine.platform import Console, Cpu, Driver, Facts, Gpu, HostMemory, Package, TorchBuild
@@ -74,3 +76,53 @@ def laptop(**changes: Any) -> Facts:
         **{"gpus": (), "driver": Driver(trouble="no NVIDIA driver answers here"), "triton": None}
         | {"torch": TorchBuild("2.13.0+cpu"), "memory": HostMemory(16 * GIB, 12 * GIB), **changes},
     )
+
+
+class Kernel32:
+    """Windows' memory and code page: 16 GiB of RAM, 3 GiB free, a page file that leaves 2 GiB to commit."""
+
+    total, free, limit, left, code_page = 16 * GIB, 3 * GIB, 18 * GIB, 2 * GIB, 936
+
+    def GlobalMemoryStatusEx(self, pointer) -> int:
+        fields = ctypes.cast(pointer, ctypes.POINTER(ctypes.c_uint64 * 8)).contents
+        assert fields[0] & 0xFFFFFFFF == 64, "dwLength is the size of the struct, or the call fails"
+        fields[1], fields[2], fields[3], fields[4] = self.total, self.free, self.limit, self.left
+        return 1
+
+    def GetConsoleOutputCP(self) -> int:
+        return self.code_page
+
+
+class NVMLError(Exception):
+    pass
+
+
+def nvml(**answers):
+    """A stand-in for pynvml: a 3060 under WDDM, unless an answer is changed. An exception is raised."""
+    table = {
+        "nvmlInit": None,
+        "nvmlShutdown": None,
+        "nvmlSystemGetDriverVersion": b"576.52",
+        "nvmlSystemGetCudaDriverVersion": 12090,
+        "nvmlDeviceGetCount": 1,
+        "nvmlDeviceGetHandleByIndex": "handle",
+        "nvmlDeviceGetName": "NVIDIA GeForce RTX 3060",
+        "nvmlDeviceGetCudaComputeCapability": (8, 6),
+        "nvmlDeviceGetNumGpuCores": 3584,
+        "nvmlDeviceGetMemoryInfo": SimpleNamespace(total=12 * GIB, used=GIB, free=11 * GIB),
+        "nvmlDeviceGetCurrentDriverModel": 0,
+        "nvmlDeviceGetDisplayActive": 1,
+        "nvmlDeviceGetMaxPcieLinkGeneration": 4,
+        "nvmlDeviceGetMaxPcieLinkWidth": 16,
+        **answers,
+    }
+
+    def function(value):
+        def call(*_):
+            if isinstance(value, Exception):
+                raise value
+            return value
+
+        return call
+
+    return SimpleNamespace(NVMLError=NVMLError, **{name: function(value) for name, value in table.items()})

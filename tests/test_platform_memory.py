@@ -1,0 +1,113 @@
+"""The risk: memory is promised that the machine, its desktop or a container's limit does not leave."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from platform import libc_ver
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from engine.errors import EngineError
+from engine.platform import WSL2, Linux, Windows, this_platform
+from engine.platform.facts import HostMemory
+from engine.units import GIB, KIB, MIB
+from tests.machines import A4000_TCC, RTX_3060, Kernel32
+
+
+@pytest.mark.parametrize(("used", "budget"), [(17, 6.5), (22, 1.5), (24, 0)])
+def test_under_wddm_the_pin_budget_shrinks_as_the_card_fills(used, budget):
+    card = replace(RTX_3060, total=24 * GIB, used=used * GIB)
+    assert card.pin_budget(HostMemory(64 * GIB, 50 * GIB)) == budget * GIB
+
+
+def test_under_tcc_and_on_linux_the_ram_is_the_pin_budget():
+    assert A4000_TCC.pin_budget(HostMemory(32 * GIB, 20 * GIB)) == 19 * GIB
+    assert RTX_3060.pin_budget(HostMemory(8 * GIB, 8 * GIB)) == 4 * GIB, "WDDM: half of the RAM at most"
+
+
+def test_a_display_card_leaves_the_desktop_its_memory():
+    assert RTX_3060.desktop_bytes == GIB
+    assert A4000_TCC.desktop_bytes == 0
+
+
+def test_windows_counts_the_commit_limit_and_not_the_free_ram_alone():
+    memory = Windows(Kernel32()).memory()
+    assert memory == HostMemory(16 * GIB, 3 * GIB, 18 * GIB, 2 * GIB)
+    assert memory.usable == 2 * GIB
+
+
+def test_a_page_file_too_small_is_refused_with_the_place_where_it_is_set():
+    with pytest.raises(EngineError) as refused:
+        Windows(Kernel32()).commit(5 * GIB // 2)
+    assert "2.5 GiB" in refused.value.message and "2 GiB" in refused.value.message
+    assert "page file" in refused.value.fix
+
+
+def test_what_was_committed_is_really_there():
+    before = psutil.Process().memory_info().rss
+    held = this_platform().commit(256 * MIB)
+    assert psutil.Process().memory_info().rss - before > 200 * MIB
+    assert held[:3] == b"\0\0\0" and len(held) == 256 * MIB
+
+
+def test_a_containers_limit_and_a_forbidden_overcommit_count(tmp_path):
+    for name, text in {
+        "sys/fs/cgroup/memory.max": str(4 * GIB),
+        "sys/fs/cgroup/memory.current": str(3 * GIB),
+        "sys/fs/cgroup/memory.stat": f"anon 1\ninactive_file {GIB}\n",
+        "proc/sys/vm/overcommit_memory": "2",
+        "proc/meminfo": "MemTotal: 1 kB\nCommitLimit: 2097152 kB\nCommitted_AS: 1048576 kB\n",
+        "proc/cpuinfo": "processor: 0\nmodel name\t: AMD EPYC 9B14\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    memory = Linux(str(tmp_path)).memory()
+    assert memory == HostMemory(4 * GIB, 2 * GIB, 2 * GIB, 1 * GIB)
+    assert Linux(str(tmp_path)).cpu().name == "AMD EPYC 9B14"
+    with pytest.raises(EngineError, match=r"wslconfig"):
+        WSL2(str(tmp_path)).commit(3 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("card", "free", "usable"),
+    [(RTX_3060, 11 * GIB, int(9.9 * GIB)), (RTX_3060, 6 * GIB, 5 * GIB), (A4000_TCC, 6 * GIB, int(5.4 * GIB))],
+    ids=["a tenth is more than the desktop's", "the desktop's GiB is more", "no desktop"],
+)
+def test_an_engine_leaves_the_desktop_its_memory_and_pins_within_the_budget(monkeypatch, card, free, usable):
+    import torch
+
+    from engine import device
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, card.total))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: card.name)
+    other = replace(card, name="another card", display=False, driver_model="TCC")
+    now = replace(card, used=card.total - free)
+    monkeypatch.setattr(device, "gather", lambda platform, import_torch: SimpleNamespace(gpus=(other, now)))
+    roomy = Windows(Kernel32())
+    monkeypatch.setattr(Kernel32, "free", 12 * GIB)
+    monkeypatch.setattr(Kernel32, "left", 10 * GIB)
+    memory = device.free_memory(torch.device("cuda"), roomy, 0)
+    assert memory.device == usable and memory.ram == 10 * GIB, "the commit limit, not the free RAM"
+    held, unused = 4 * GIB, GIB // 2  # by the model's weights; by torch, which has no use for it
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free - held - unused, card.total))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: held + unused)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: held)
+    assert device.free_memory(torch.device("cuda"), roomy, held).device == usable, "weights are in the plan: not twice"
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, card.total))
+    budget = device.pin_budget(torch.device("cuda"), roomy)
+    assert budget == (min(free - GIB // 2, 8 * GIB) if card.driver_model == "WDDM" else 11 * GIB)
+
+
+@pytest.mark.skipif(libc_ver()[0] != "glibc", reason="another allocator than glibc's")
+def test_what_was_freed_goes_back_to_the_system():
+    def resident() -> int:
+        return psutil.Process().memory_info().rss
+
+    small = [bytearray(64 * KIB) for _ in range(1600)]  # below what malloc maps by itself
+    last = small.pop()  # lies above the others, which malloc therefore keeps
+    del small
+    before = resident()
+    this_platform().trim()
+    assert before - resident() > 50 * MIB and len(last) == 64 * KIB
