@@ -1,4 +1,4 @@
-"""One loaded phantom for the whole run, and an engine maker that audits what it made when the test is over."""
+"""One loaded phantom and one tiny Gemma for the whole run, and engine makers that audit what they made at the end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from hypothesis import settings as hypothesis_settings
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.model.load import LoadedModel, load_model
-from tests.models import phantom_folder
+from tests.models import phantom_folder, save_folder
+from tests.sliding import oracle
 
 os.environ["KVRING_RECORD"] = "0"  # tests start servers by the hundred; none is for a receipt
 hypothesis_settings.register_profile("shared", deadline=None)  # a thread that had to wait for a core is no fault
@@ -31,21 +32,34 @@ def phantom() -> LoadedModel:
     return load_model(phantom_folder())
 
 
-@pytest.fixture
-def make_engine(phantom: LoadedModel) -> Iterator[Callable[..., Engine]]:
-    """make_engine(kv_capacity=..., ...): a small ring over the phantom."""
+@pytest.fixture(scope="session")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return load_model(save_folder(oracle(), tmp_path_factory.mktemp("gemma")))
+
+
+def rings(model: LoadedModel, **usual: object) -> Iterator[Callable[..., Engine]]:
     made: list[Engine] = []
 
     def make(**settings: object) -> Engine:
-        settings = {"max_context": 4096, "kv_capacity": 32 * 64, "prefill_chunk": 256, **settings}
-        engine = Engine(EngineConfig(model="", **settings), phantom)
-        made.append(engine)
-        return engine
+        made.append(Engine(EngineConfig(model="", **{**usual, **settings}), model))
+        return made[-1]
 
     yield make
     for engine in made:
         engine.audit(deep=True)
         engine.close()
+
+
+@pytest.fixture
+def make_engine(phantom: LoadedModel) -> Iterator[Callable[..., Engine]]:
+    """make_engine(kv_capacity=..., ...): a small ring over the phantom."""
+    yield from rings(phantom, max_context=4096, kv_capacity=32 * 64, prefill_chunk=256)
+
+
+@pytest.fixture
+def make_gemma(gemma: LoadedModel) -> Iterator[Callable[..., Engine]]:
+    """make_gemma(kv_capacity=..., ...): a small ring over the tiny Gemma."""
+    yield from rings(gemma, max_context=2048, kv_capacity=12 * 64, prefill_chunk=192, sink=64)
 
 
 @pytest.fixture(scope="session")

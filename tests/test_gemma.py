@@ -1,8 +1,7 @@
-"""The risk: a layer that slides sees another token than its window, or a turn resumes without what it saw."""
+"""The risk: a layer that slides sees another token than its window."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,9 +35,8 @@ from tests.models import (
     save_folder,
     tiny_model,
 )
+from tests.sliding import SIX, TOKENS, WINDOW, admitted, answered, oracle
 
-WINDOW = 100
-SIX = {"num_hidden_layers": 6, "sliding_window": WINDOW, "max_position_embeddings": 4096, "query_pre_attn_scalar": 24}
 LOCAL_AND_GLOBAL = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000.0},
@@ -86,59 +84,29 @@ def test_a_token_sees_itself_and_so_many_before_it(rows, before, window, heads):
     assert (got - wanted).abs().max() < 1e-5
 
 
-@pytest.fixture(scope="module")
-def oracle():
-    return tiny_model("gemma3", num_key_value_heads=1, **SIX)
-
-
-@pytest.fixture(scope="module")
-def gemma(oracle, tmp_path_factory) -> LoadedModel:
-    return load_model(save_folder(oracle, tmp_path_factory.mktemp("gemma")))
-
-
-@pytest.fixture
-def make(gemma: LoadedModel) -> Iterator[Callable[..., Engine]]:
-    """make(kv_capacity=..., ...): a small ring over the tiny Gemma, audited at the end."""
-    made: list[Engine] = []
-
-    def build(**changes: object) -> Engine:
-        wanted = {"max_context": 2048, "kv_capacity": 12 * PAGE, "prefill_chunk": 192, "sink": 64, **changes}
-        made.append(Engine(EngineConfig(model="", **wanted), gemma))
-        return made[-1]
-
-    yield build
-    for engine in made:
-        engine.audit(deep=True)
-        engine.close()
-
-
-TOKENS = random_tokens(1500, 290)
-"""More than a tail has room for, so that it moves its window together on the way."""
-
-
 @pytest.mark.parametrize("chunk", [64, 192, 1024])
-def test_the_engine_gives_the_logits_of_transformers_over_many_windows(make, oracle, chunk):
-    got = make(ring="off", kv_capacity=None, prefill_chunk=chunk).logits(TOKENS)
-    assert furthest(got, reference_logits(oracle, TOKENS)) < TOLERANCE
+def test_the_engine_gives_the_logits_of_transformers_over_many_windows(make_gemma, chunk):
+    got = make_gemma(ring="off", kv_capacity=None, prefill_chunk=chunk).logits(TOKENS)
+    assert furthest(got, reference_logits(oracle(), TOKENS)) < TOLERANCE
 
 
-def test_a_streaming_exact_pass_gives_the_dense_logits_bit_for_bit(make):
-    dense, ring = make(ring="off", kv_capacity=None), make()
+def test_a_streaming_exact_pass_gives_the_dense_logits_bit_for_bit(make_gemma):
+    dense, ring = make_gemma(ring="off", kv_capacity=None), make_gemma()
     assert torch.equal(ring.logits(TOKENS, RecallParams(prefill="exact")), dense.logits(TOKENS))
     assert ring.stats()["layer_pages_streamed"] > 0
 
 
-def test_decoding_says_what_transformers_says(make, oracle):
-    engine = make(ring="off", kv_capacity=None)
+def test_decoding_says_what_transformers_says(make_gemma):
+    engine = make_gemma(ring="off", kv_capacity=None)
     prepared = engine.prepare("x", SamplingParams(max_tokens=40, ignore_eos=True))
     prepared.tokens = list(TOKENS[:300])
     got = engine.complete(prepared).tokens
-    logits = reference_logits(oracle, [*TOKENS[:300], *got])
+    logits = reference_logits(oracle(), [*TOKENS[:300], *got])
     assert logits[299:-1].argmax(-1).tolist() == list(got)
 
 
-def test_only_layers_that_see_everything_page(make):
-    engine = make(max_context=4096)
+def test_only_layers_that_see_everything_page(make_gemma):
+    engine = make_gemma(max_context=4096)
     assert engine._runner.pool.shape.layers == engine._host.shape.layers == 1
     assert engine.model.config.kv_bytes_per_token == 2 * 16 * 2
     session = admitted(engine, random_tokens(3000, 290))
@@ -149,108 +117,6 @@ def test_only_layers_that_see_everything_page(make):
     engine.cancel(session)
     assert len(engine._runner.tails.snapshots()) <= engine._runner.tails.most
     assert engine._runner.tails.bytes <= engine.capacity.snapshot_bytes
-
-
-def admitted(engine: Engine, tokens: list[int], answer: int = 6, **recall: object):
-    """A session over these very tokens, whose last 20 are its question."""
-    params = SamplingParams(max_tokens=answer, ignore_eos=True)
-    prepared = engine.prepare("x", params, RecallParams(**recall))
-    prepared.tokens, prepared.query = list(tokens), (len(tokens) - 20, len(tokens))
-    return engine.admit(prepared)
-
-
-def answered(engine: Engine, tokens: list[int], **more: object):
-    """Its Result."""
-    session = admitted(engine, tokens, **more)
-    while not session.done:
-        engine.step()
-        engine.audit(deep=True)
-    *_, result = session.outbox
-    if isinstance(result, BaseException):
-        raise result
-    return result
-
-
-EXACTLY = {"prefill": "exact", "decode": "exact"}
-
-
-def test_a_second_turn_computes_only_its_new_tokens_and_answers_as_a_cold_run(make):
-    warm, cold = make(), make(reuse=False)
-    first = answered(warm, TOKENS[:900], **EXACTLY)
-    follow = [*TOKENS[:900], *first.tokens, *TOKENS[900:980]]
-    second = answered(warm, follow, **EXACTLY)
-    assert second.usage.cached == 896
-    assert second.tokens == answered(cold, follow, **EXACTLY).tokens
-
-
-def test_a_turn_never_resumes_where_no_snapshot_is_and_says_what_it_computed(make):
-    engine = make()
-    answered(engine, TOKENS[:900], **EXACTLY)
-    tails = engine._runner.tails
-    tails.forget(list(tails.snapshots()))
-    again = answered(engine, TOKENS[:900], **EXACTLY)
-    assert again.usage.cached == 0 and again.usage.computed == 900
-    assert answered(engine, TOKENS[:900], **EXACTLY).usage.cached == 896, "the pages that stood keep the new snapshot"
-
-
-def test_where_prompts_part_the_third_resumes(make):
-    engine, cold = make(), make(reuse=False)
-    prompts = [[*TOKENS[:700], *random_tokens(200, 290, seed)] for seed in (1, 2, 3)]
-    cached = [answered(engine, prompt, **EXACTLY).usage.cached for prompt in prompts[:2]]
-    assert cached[0] == 0 and cached[1] < 640
-    third = answered(engine, prompts[2], **EXACTLY)
-    assert third.usage.cached == 640
-    assert third.tokens == answered(cold, prompts[2], **EXACTLY).tokens
-
-
-def test_two_at_once_share_their_prefix_and_answer_as_alone(make):
-    sizes = {"max_context": 4096, "kv_capacity": 3072}
-    engine, alone = make(host_kv_bytes="auto", **sizes), make(reuse=False, **sizes)
-    prompts = [[*TOKENS[:700], *random_tokens(150, 290, seed)] for seed in (1, 2)]
-    sessions = [admitted(engine, prompt, **EXACTLY) for prompt in prompts]
-    while engine.step():
-        engine.audit(deep=True)
-    results = [session.outbox[-1] for session in sessions]
-    assert results[1].usage.cached == 640
-    for prompt, result in zip(prompts, results, strict=True):
-        assert result.tokens == answered(alone, prompt, **EXACTLY).tokens
-
-
-def test_a_cancel_in_the_middle_leaves_a_point_to_resume_from(make):
-    engine, cold = make(), make(reuse=False)
-    session = admitted(engine, TOKENS[:900], **EXACTLY)
-    for _ in range(3):
-        engine.step()
-    done = session.sequence.length
-    engine.cancel(session)
-    engine.audit(deep=True)
-    result = answered(engine, TOKENS[:900], **EXACTLY)
-    assert result.usage.cached == done // PAGE * PAGE > 0
-    assert result.tokens == answered(cold, TOKENS[:900], **EXACTLY).tokens
-
-
-def test_a_step_that_fails_in_a_sliding_layer_changes_nothing(make, monkeypatch):
-    from engine import runner
-
-    engine, cold = make(), make(reuse=False)
-    session = admitted(engine, TOKENS[:900], **EXACTLY)
-    engine.step()
-    engine.step()
-    calls, real = [], runner.attend_window
-
-    def failing(*arguments: object):
-        calls.append(1)
-        if len(calls) == 3:
-            raise RuntimeError("as it was told to")
-        return real(*arguments)
-
-    monkeypatch.setattr(runner, "attend_window", failing)
-    engine.step()
-    engine.audit(deep=True)
-    assert session.done and isinstance(session.outbox[-1], RuntimeError)
-    result = answered(engine, TOKENS[:900], **EXACTLY)
-    assert result.usage.cached == 384
-    assert result.tokens == answered(cold, TOKENS[:900], **EXACTLY).tokens
 
 
 def test_a_model_that_sees_pictures_is_loaded_without_them_and_says_so(tmp_path):
@@ -270,7 +136,7 @@ def test_a_model_that_sees_pictures_is_loaded_without_them_and_says_so(tmp_path)
     engine.close()
 
 
-def test_a_plan_counts_pages_of_layers_that_see_everything_and_tails_of_the_others(make):
+def test_a_plan_counts_pages_of_layers_that_see_everything_and_tails_of_the_others(make_gemma):
     shape = shape_of("gemma-3-12b")
     card = Place("a card", 64 << 30, 24 << 30, torch.bfloat16, "")
     plan = make_plan(shape, card, EngineConfig(model=""), weight_bits=4.5)
@@ -278,7 +144,7 @@ def test_a_plan_counts_pages_of_layers_that_see_everything_and_tails_of_the_othe
     assert plan.kv.token_bytes == 2 * 8 * 8 * 256 * 2
     assert capacity.device_bytes - capacity.weight_bytes - capacity.pool_bytes > capacity.tail_bytes
     assert capacity.tail_bytes > TAILS * 1024 * 40 * 2 * 8 * 256 * 2
-    engine = make()
+    engine = make_gemma()
     tails = engine._runner.tails
     assert engine.capacity.tail_bytes == TAILS * tails.open().data.nbytes
     assert engine.capacity.snapshot_bytes == SNAPSHOTS * 2 * PAGE * 5 * 2 * 16 * 4
@@ -300,10 +166,10 @@ def test_random_weights_of_a_gemma_shape_compute_what_a_file_of_them_would(monke
 def test_the_real_270m_gives_the_logits_that_transformers_reads_from_its_gguf():
     """Up to what float32 angles, which transformers turns by, cost at 600 tokens: 0.005 of logits that spread by 5."""
     path = gemma_file()
-    loaded, oracle = load_model(path), from_gguf(path)
+    loaded = load_model(path)
     text = "The lighthouse keeper counted 17 ships before noon; none of them flew a flag. " * 40
     tokens = loaded.tokenizer.encode(text)[:640]
-    theirs = reference_logits(oracle, tokens)
+    theirs = reference_logits(from_gguf(path), tokens)
     engine = Engine(EngineConfig(model="", max_context=1024, prefill_chunk=256), loaded)
     ours = engine.logits(tokens)
     engine.close()
@@ -335,18 +201,18 @@ def test_a_model_without_a_template_is_asked_in_plain_text_and_its_answer_ends_w
 
 @pytest.mark.parametrize("form", ["bf16", "k8v4"])
 @pytest.mark.parametrize("mode", ["recall", "window"])
-def test_recall_and_window_serve_what_is_larger_than_the_pool(make, mode, form):
-    engine = make(kv_dtype=form)
+def test_recall_and_window_serve_what_is_larger_than_the_pool(make_gemma, mode, form):
+    engine = make_gemma(kv_dtype=form)
     result = answered(engine, TOKENS, prefill=mode, decode=mode)
     assert result.recall.over_pool and result.recall.hidden_pages > 0
     assert (result.recall.pages_selected > 0) == (mode == "recall")
     assert answered(engine, TOKENS, prefill=mode, decode=mode).usage.cached == 1472
 
 
-def test_compact_positions_are_absolute_ones_while_all_fits(make):
-    dense = make(ring="off", kv_capacity=None).logits(TOKENS[:700])
-    assert torch.equal(make(positions="compact").logits(TOKENS[:700]), dense)
-    engine = make(positions="compact", max_context=8192)
+def test_compact_positions_are_absolute_ones_while_all_fits(make_gemma):
+    dense = make_gemma(ring="off", kv_capacity=None).logits(TOKENS[:700])
+    assert torch.equal(make_gemma(positions="compact").logits(TOKENS[:700]), dense)
+    engine = make_gemma(positions="compact", max_context=8192)
     result = answered(engine, random_tokens(4500, 290), prefill="recall", decode="recall")
     assert result.usage.prompt > engine.model.config.trained_context and result.recall.over_pool
 
