@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from platform import libc_ver
 from types import SimpleNamespace
 
@@ -52,22 +53,67 @@ def test_what_was_committed_is_really_there():
     assert held[:3] == b"\0\0\0" and len(held) == 256 * MIB
 
 
+def machine(root: Path, files: dict[str, object]) -> str:
+    """A folder that stands for /."""
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"{text}\n")
+    return str(root)
+
+
+def group(folder: str, limit: object, used: int, cache: int) -> dict[str, object]:
+    """A control group of version 1 or 2, by its folder."""
+    if folder.startswith("memory"):
+        # As read on a machine of version 1: what the groups below use is in the totals alone.
+        most, charged, stat = "memory.limit_in_bytes", "memory.usage_in_bytes", "inactive_file 0\ntotal_inactive_file"
+    else:
+        most, charged, stat = "memory.max", "memory.current", "anon 1\ninactive_file"
+    files = {most: limit, charged: used, "memory.stat": f"{stat} {cache}"}
+    return {f"sys/fs/cgroup/{folder}/{name}": text for name, text in files.items()}
+
+
 def test_a_containers_limit_and_a_forbidden_overcommit_count(tmp_path):
-    for name, text in {
-        "sys/fs/cgroup/memory.max": str(4 * GIB),
-        "sys/fs/cgroup/memory.current": str(3 * GIB),
-        "sys/fs/cgroup/memory.stat": f"anon 1\ninactive_file {GIB}\n",
+    files = group("", 4 * GIB, 3 * GIB, GIB) | {
         "proc/sys/vm/overcommit_memory": "2",
-        "proc/meminfo": "MemTotal: 1 kB\nCommitLimit: 2097152 kB\nCommitted_AS: 1048576 kB\n",
-        "proc/cpuinfo": "processor: 0\nmodel name\t: AMD EPYC 9B14\n",
-    }.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    memory = Linux(str(tmp_path)).memory()
-    assert memory == HostMemory(4 * GIB, 2 * GIB, 2 * GIB, 1 * GIB)
-    assert Linux(str(tmp_path)).cpu().name == "AMD EPYC 9B14"
+        "proc/meminfo": "MemTotal: 1 kB\nCommitLimit: 2097152 kB\nCommitted_AS: 1048576 kB",
+        "proc/cpuinfo": "processor: 0\nmodel name\t: AMD EPYC 9B14",
+    }
+    root = machine(tmp_path, files)
+    assert Linux(root).memory() == HostMemory(4 * GIB, 2 * GIB, 2 * GIB, 1 * GIB)
+    assert Linux(root).cpu().name == "AMD EPYC 9B14"
     with pytest.raises(EngineError, match=r"wslconfig"):
-        WSL2(str(tmp_path)).commit(3 * GIB)
+        WSL2(root).commit(3 * GIB)
+
+
+UNLIMITED = {"memory": 9223372036854771712, "": "max"}
+HYBRID = "9:name=systemd:/a\n4:memory:{}\n2:cpuacct:/\n0::/a"
+
+
+@pytest.mark.parametrize(
+    ("within", "version", "groups"),
+    [
+        (None, "memory", {"": (4, 3, 1)}),
+        (HYBRID.format("/docker/0a1b"), "memory", {"": (4, 3, 1)}),  # whose group is the container's root
+        (HYBRID.format("/jobs/7"), "memory", {"/jobs/7": (4, 3, 1), "/jobs": (6, 3, 0), "": (None, 9, 5)}),
+        (HYBRID.format("/jobs/7"), "memory", {"/jobs/7": (None, 1, 0), "/jobs": (4, 3, 1)}),
+        ("0::/system.slice/kvring.service", "", {"/system.slice/kvring.service": (4, 3, 1)}),
+        ("0::/user.slice/a", "", {"/user.slice/a": (5, 1, 0), "/user.slice": (4, 2, 0), "/other": (1, 1, 0)}),
+    ],
+)
+def test_the_limit_of_every_control_group_around_counts(tmp_path, within, version, groups, monkeypatch):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=64 * GIB, available=60 * GIB))
+    files = {} if within is None else {"proc/self/cgroup": within}
+    for folder, (limit, used, cache) in groups.items():
+        most = UNLIMITED[version] if limit is None else limit * GIB
+        files |= group(version + folder, most, used * GIB, cache * GIB)
+    assert Linux(machine(tmp_path, files)).memory() == HostMemory(4 * GIB, 2 * GIB)
+
+
+@pytest.mark.parametrize("version", UNLIMITED)
+def test_a_group_without_a_limit_leaves_the_machines_memory(tmp_path, version, monkeypatch):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=64 * GIB, available=60 * GIB))
+    root = machine(tmp_path, group(version, UNLIMITED[version], 30 * GIB, 0))
+    assert Linux(root).memory() == HostMemory(64 * GIB, 60 * GIB)
 
 
 @pytest.mark.parametrize(

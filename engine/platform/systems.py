@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import EngineError
+from engine.platform import groups
 from engine.platform.facts import Console, Cpu, Gpu, HostMemory
 from engine.units import KIB, format_bytes
 
@@ -112,14 +113,13 @@ class Linux(Platform):
         self.root = Path(root)
 
     def memory(self) -> HostMemory:
-        """A container's own limit counts; a commit limit exists only where overcommitting is forbidden."""
+        """A container's or service's own limit counts; a commit limit exists only where overcommitting is forbidden."""
         import psutil
 
         memory = psutil.virtual_memory()
         total, free = memory.total, memory.available
-        limit, used = self._number("sys/fs/cgroup/memory.max"), self._number("sys/fs/cgroup/memory.current")
-        if limit is not None and limit < total:
-            total, free = limit, min(free, max(0, limit - (used or 0) + self._cgroup_cache()))
+        for limit, left in groups.limits(self._read):
+            total, free = min(total, limit), min(free, left)
         if self._read("proc/sys/vm/overcommit_memory") != "2":
             return HostMemory(total, free)
         table = dict(line.split(":", 1) for line in self._read("proc/meminfo").splitlines() if ":" in line)
@@ -139,22 +139,11 @@ class Linux(Platform):
                 return line.partition(":")[2].strip()
         return platform.processor()
 
-    def _cgroup_cache(self) -> int:
-        """Of the memory that the container is charged with, what can be dropped."""
-        for line in self._read("sys/fs/cgroup/memory.stat").splitlines():
-            if line.startswith("inactive_file "):
-                return int(line.split()[1])
-        return 0
-
     def _read(self, path: str) -> str:
         try:
             return (self.root / path).read_text(encoding="utf-8", errors="replace").strip()
         except OSError:
             return ""
-
-    def _number(self, path: str) -> int | None:
-        text = self._read(path)
-        return int(text) if text.isdigit() else None
 
 
 class WSL2(Linux):
