@@ -44,6 +44,9 @@ class Choice:
         """The `serve` line, word by word."""
         return ["kvring", "serve", model, *(word for pair in self.settings for word in pair)]
 
+    def with_setting(self, flag: str, value: str) -> Choice:
+        return replace(self, settings=(*self.settings, (flag, value)))
+
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "settings": dict(self.settings), "exit_code": self.exit_code, "serve": self.command()}
 

@@ -8,9 +8,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -69,7 +68,7 @@ def launch(
     _examine(facts, flags, port)
     choice = _pick(facts)
     line = serve_line(choice, model, profile, flags, os.environ)
-    _plan(path, facts, line)
+    line += _plan(path, facts, line)
     line += ["--port", str(port), *(options or [])]
     if smoke:
         _try(model, line[2:], options or [])
@@ -143,22 +142,18 @@ def _pick(facts: Facts) -> Choice:
     return choice
 
 
-def _plan(path: str, facts: Facts, line: Sequence[str]) -> None:
-    """Whether the model fits under the line's settings; ConfigError with what would."""
-    from engine.switches import SETTINGS, resolve
-    from kvring_cli.cards import find_preset
-    from kvring_cli.planning import here, make_plan
-    from kvring_cli.shapes import shape_of
+def _plan(path: str, facts: Facts, line: Sequence[str]) -> list[str]:
+    """Words to add so that the model fits, if it doesn't as it is; ConfigError with what would."""
+    from kvring_cli.fewer_bits import fewer_bits, plan_line
 
-    words = dict(pairwise(line))
-    flags: dict[str, Any] = {setting.field: words.get(setting.flag) for setting in SETTINGS if not setting.boolean}
-    preset = find_preset(words["--profile"]).settings if "--profile" in words else None
-    config = resolve(path, flags, os.environ, preset, {"host_kv_bytes": "auto"}).config  # serve's own default
-    shape = shape_of(path)
-    plan = make_plan(shape, here(facts, config, shape.origin), config)
+    plan, more = plan_line(path, facts, line, os.environ), []
+    if plan.capacity is None and (fitting := fewer_bits(path, facts, line, os.environ)):
+        console.say(f"weights| {fitting[0]}, quantised while they are loaded: as they are, {plan.refusal}")
+        more, plan = ["--weights", fitting[0]], fitting[1]
     if plan.capacity is None:
         raise ConfigError(f"plan: {plan.refusal}", plan.fix)
     console.say(f"plan   | {plan.summary()}")
+    return more
 
 
 def _try(model: str, settings: Sequence[str], options: Sequence[str]) -> None:

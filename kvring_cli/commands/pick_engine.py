@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvring_cli import console
+
+if TYPE_CHECKING:
+    from engine.platform import Facts
+    from kvring_cli.engines import Choice
 
 
 def pick_engine(
@@ -29,7 +34,11 @@ def pick_engine(
     environ = dict(os.environ)
     if compute_capability is not None:
         environ["NINFER_AGENT_CC"] = compute_capability
-    choice = pick(gather(), environ)
+    facts = gather()
+    choice = pick(facts, environ)
+    weights = _weights(model, facts, choice, environ)
+    if weights is not None:
+        choice = choice.with_setting("--weights", weights)
     if as_json:
         console.write_json({**choice.as_json(), "serve": choice.command(model)})
         raise typer.Exit(choice.exit_code)
@@ -39,6 +48,7 @@ def pick_engine(
             "kv dtype": f"{choice.kv_dtype}, k8v4 where memory holds the context only so",
             "window": f"{choice.window_tokens:,} tokens",
             "pool": f"{choice.pool_tokens:,} tokens",
+            "weights": weights and f"{weights}, quantised while they are loaded: as they are they don't fit",
             "serve": shlex.join(choice.command(model)),
         }
     for name, value in lines.items():
@@ -49,3 +59,18 @@ def pick_engine(
 
         console.report(KVRingError(choice.reason, choice.fix))
     raise typer.Exit(choice.exit_code)
+
+
+def _weights(model: str, facts: Facts, choice: Choice, environ: Mapping[str, str]) -> str | None:
+    """What a model that is here must be quantised to; None: nothing, or it isn't here, or the card is pretended."""
+    from engine.errors import KVRingError
+    from kvring_cli import models
+    from kvring_cli.fewer_bits import fewer_bits
+
+    if choice.outcome != "chosen" or choice.engine == "torch-cpu" or environ.get("NINFER_AGENT_CC", "").strip():
+        return None
+    try:
+        fitting = fewer_bits(str(models.resolve(model)), facts, choice.command(model)[1:], environ)
+    except KVRingError:  # `serve` will say what is wrong with it
+        return None
+    return fitting[0] if fitting else None

@@ -1,0 +1,79 @@
+"""The risk: a line that can't start because the weights don't fit, where fewer bits would; or bits lost for nothing."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+import engine.platform
+from engine.errors import ConfigError
+from engine.units import GIB
+from kvring_cli.app import call
+from kvring_cli.commands import launch
+from kvring_cli.engines import pick_engine
+from kvring_cli.fewer_bits import ENOUGH, TYPES, fewer_bits, plan_line
+from tests.machines import RTX_3060, linux_server, windows_pc
+
+BIG = "random:qwen3-8b"
+
+
+def pc(gib: int):
+    return windows_pc(gpus=(replace(RTX_3060, total=gib * GIB),))
+
+
+def line_of(facts, model: str) -> list[str]:
+    return pick_engine(facts, {}, triton_kernels=True).command(model)[1:]
+
+
+@pytest.mark.parametrize("gib", [8, 10, 12, 16])
+def test_the_most_bits_are_taken_that_leave_room_for_a_context(gib):
+    facts = pc(gib)
+    line = line_of(facts, BIG)
+    assert plan_line(BIG, facts, line, {}).capacity is None
+    weights, plan = fewer_bits(BIG, facts, line, {})
+    others = {name: plan_line(BIG, facts, [*line, "--weights", name], {}) for name in TYPES}
+    more = [others[name].largest for name in TYPES[: TYPES.index(weights)]]
+    assert plan == others[weights] and plan.capacity is not None
+    assert all(largest < ENOUGH for largest in more) and plan.largest >= max([*more, min(ENOUGH, plan.largest)])
+
+
+def test_a_larger_card_never_gets_fewer_bits():
+    taken = [fewer_bits(BIG, pc(gib), line_of(pc(gib), BIG), {})[0] for gib in (8, 10, 12, 16)]
+    assert [TYPES.index(name) for name in taken] == sorted((TYPES.index(name) for name in taken), reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "facts", "more"),
+    [
+        (BIG, linux_server(), []),  # it fits as it is
+        (BIG, pc(12), ["--weights", "q4_0"]),  # somebody chose
+        (BIG, pc(4), []),  # nothing would do
+    ],
+)
+def test_else_the_line_stays_as_it_is(model, facts, more):
+    assert fewer_bits(model, facts, [*line_of(facts, model), *more], {}) is None
+
+
+def test_pick_engine_says_so_and_its_line_fits(monkeypatch, capsys):
+    facts = pc(12)
+    monkeypatch.setattr(engine.platform, "gather", lambda: facts)
+    assert call(["pick-engine", BIG, "--json"]) == 0
+    line = json.loads(capsys.readouterr().out)["serve"][1:]
+    assert line[-2] == "--weights" and plan_line(BIG, facts, line, {}).capacity is not None
+    assert call(["pick-engine", BIG]) == 0
+    out = capsys.readouterr().out
+    assert f"--weights {line[-1]}" in out and "they don't fit" in out
+    assert call(["pick-engine", "not here"]) == 0 and "--weights" not in capsys.readouterr().out
+
+
+def test_launch_says_so_plans_with_them_and_serves_with_them(capsys):
+    facts = pc(12)
+    line = line_of(facts, BIG)
+    more = launch._plan(BIG, facts, line)
+    said = capsys.readouterr().err
+    assert more == ["--weights", fewer_bits(BIG, facts, line, {})[0]] and f"weights| {more[1]}" in said
+    assert "plan   | context" in said and launch._plan(BIG, facts, [*line, *more]) == []
+    with pytest.raises(ConfigError, match=r"^plan: "):
+        launch._plan(BIG, pc(4), line_of(pc(4), BIG))
