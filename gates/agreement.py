@@ -17,7 +17,7 @@ def run(context: Context, tokens: int | None = None) -> Report:
     """The gate of spec/gates.md: every kind of fact, word for word."""
     options = context.options
     report = Report("agreement", environment=context.environment(), blinding_switches=blinding(context.config))
-    wanted = tokens or options.length or (QUICK_TOKENS if options.quick else TOKENS)
+    wanted = tokens or options.tokens(TOKENS, QUICK_TOKENS)
     tokens = context.fitted(wanted, report)
     context.outgrown(POOL, tokens)
     asked = 4 if options.quick else 12

@@ -75,7 +75,7 @@ def run(server: Server, context: Context) -> Report:
     report = new_report("agreement", server, options)
     report.environment = {**context.environment(), **report.environment}
     report.not_run.append("the attention that its window covers: it needs the inside of the engine")
-    wanted = options.length or (QUICK_TOKENS if options.quick else TOKENS)
+    wanted = options.tokens(TOKENS, QUICK_TOKENS)
     tokens = context.fitted(fitted(server, wanted, report), report)
     found: Found = {}
     counts: list[tuple[int, int]] = []

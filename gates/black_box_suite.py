@@ -32,7 +32,7 @@ def run(
 ) -> Report:
     """Every task, or those of `--tasks`."""
     tasks = chosen_tasks(options)
-    tokens = fitted(server, options.length or (QUICK_TOKENS if options.quick else TOKENS), report)
+    tokens = fitted(server, options.tokens(TOKENS, QUICK_TOKENS), report)
     report.not_run.append("newest and random pages: they need the inside of the engine")
     if not ours:
         report.not_run.append("exact, recall and recall off: this server's attention can't be chosen from outside")

@@ -36,7 +36,7 @@ def run(context: Context, tokens: int | None = None, trials: int = 3) -> Report:
     """The gate of spec/gates.md. `--length` takes another length, `--grid` adds the map."""
     options = context.options
     report = Report("long-problem", environment=context.environment(), blinding_switches=blinding(context.config))
-    wanted = tokens or options.length or (QUICK_TOKENS if options.quick else TOKENS)
+    wanted = tokens or options.tokens(TOKENS, QUICK_TOKENS)
     tokens = context.fitted(wanted, report)
     pool = context.outgrown(POOL, tokens)
     tasks = ("keyed", "disjoint") if options.quick else TASKS

@@ -18,6 +18,10 @@ class GateOptions:
     haystack: str | None = None  # the user's own text as filler
     timeout: float = 600.0  # seconds that a server may take for one answer
 
+    def tokens(self, usual: int, quick: int) -> int:
+        """How long a gate's documents are."""
+        return self.length or (quick if self.quick else usual)
+
     @property
     def seed_numbers(self) -> range:
         return range(1, self.seeds + 1)

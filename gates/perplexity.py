@@ -46,7 +46,7 @@ class Score:
 def run(context: Context, tokens: int | None = None) -> Report:
     """The gate of spec/gates.md; `--length` for another length of text, `--haystack` for another text."""
     report = Report("perplexity", environment=context.environment(), blinding_switches=blinding(context.config))
-    wanted = tokens or context.options.length or (QUICK_TOKENS if context.options.quick else TOKENS)
+    wanted = tokens or context.options.tokens(TOKENS, QUICK_TOKENS)
     text = _text(context, wanted)
     if context.options.haystack is None:
         report.environment["haystack"] = f"{PASSAGES}, every {STRIDE:,} tokens twice"

@@ -90,7 +90,6 @@ class Bench:
             over_pcie = mode == "exact" and result.recall.over_pool
             moved = length * token if over_pcie else weights + seen * token
             floor = moved / (self.floors.to_device if over_pcie else self.floors.device)
-            peak = _peak()
             yield Row(
                 f"decode, {mode}",
                 length,
@@ -99,9 +98,8 @@ class Bench:
                 floor=floor * rate,
                 bytes_per_second=moved * rate,
                 fetched=result.recall.layer_pages_fetched / max(1, result.usage.generated),
-                peak_bytes=peak,
-                beside_bytes=peak - engine.model.transformer.weight_bytes if peak else None,
                 steps_by=_steps(engine),
+                **_memory(engine),
             )
         engine.audit()
         engine.close()
@@ -118,7 +116,6 @@ class Bench:
             result = engine.complete(engine.prepare(text, SamplingParams(max_tokens=1), RecallParams(prefill=mode)))
             flops = _prefill_flops(engine, result.usage.computed)
             rate, spent = result.usage.computed / result.timings.prefill, result.timings.prefill
-            peak = _peak()
             yield Row(
                 f"prefill, {mode}",
                 result.usage.prompt,
@@ -126,9 +123,8 @@ class Bench:
                 1e3 * result.timings.first_token,
                 floor=flops / self.floors.matmul / spent if mode == "exact" else None,
                 flops=flops / spent if mode == "exact" else None,
-                peak_bytes=peak,
-                beside_bytes=peak - engine.model.transformer.weight_bytes if peak else None,
                 steps_by=_steps(engine),
+                **_memory(engine),
             )
         engine.close()
 
@@ -242,6 +238,12 @@ def _wait(device: torch.device) -> None:
 def _reset_peak() -> None:
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
+
+
+def _memory(engine: Engine) -> dict[str, int | None]:
+    """Of a Row: the most that was allocated since `_reset_peak`, and what of it is beside the weights."""
+    peak = _peak()
+    return {"peak_bytes": peak, "beside_bytes": peak - engine.model.transformer.weight_bytes if peak else None}
 
 
 def _peak() -> int | None:

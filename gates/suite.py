@@ -34,7 +34,7 @@ def run(context: Context, tokens: int | None = None) -> Report:
     """Every task, or those of `--tasks`; `--length`, `--budget`, `--seeds` as given."""
     options = context.options
     report = Report("suite", environment=context.environment(), blinding_switches=blinding(context.config))
-    wanted = tokens or options.length or (QUICK_TOKENS if options.quick else TOKENS)
+    wanted = tokens or options.tokens(TOKENS, QUICK_TOKENS)
     tokens = context.fitted(wanted, report)
     pool = options.budget or context.config.kv_capacity or max(LEAST_POOL, tokens // SHARE // PAGE * PAGE)
     if pool < FEWEST * PAGE:

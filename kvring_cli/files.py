@@ -76,6 +76,18 @@ def _unwritten(flag: str, path: str, error: OSError) -> KVRingError:
     return KVRingError(f"{path} can't be written: {error.strerror}", f"another path for {flag}")
 
 
+def check_json(path: str | Path | None) -> None:
+    """`check_writable` of a command's --json, where it was given."""
+    if path is not None:
+        check_writable("--json", str(path))
+
+
+def save_json(path: str | Path | None, value: Any) -> None:
+    """`value` to a command's --json, where it was given."""
+    if path is not None:
+        write("--json", str(path), as_json(value))
+
+
 def as_json(value: Any) -> str:
     """For people too: indented, every script as it is."""
     return json.dumps(value, indent=2, ensure_ascii=False) + "\n"

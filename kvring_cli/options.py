@@ -25,9 +25,16 @@ Command = Callable[..., Any]
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="A name that was pulled, a folder, a .gguf file, or phantom.")
 ]
+MeasuredModel = Annotated[str, typer.Option("--model", "-m", help="The model that is measured.")]
 CardProfile = Annotated[
     str | None,
     typer.Option("--profile", metavar="CARD", help="Start from the preset of a card: 8gb, 10gb, 12gb, 16gb, 24gb."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
+ReportFile = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON.")]
+ServeOptions = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[-- OPTION...]", help="After --: options for kvring serve.", show_default=False),
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show every effective setting with its source.")]
 

@@ -16,21 +16,20 @@ from kvring_cli.commands.bench_context import context
 from kvring_cli.commands.bench_kernels import kernels, page
 from kvring_cli.commands.bench_rates import rates
 from kvring_cli.commands.gate import GateProgress
-from kvring_cli.files import as_json, check_writable, write
-from kvring_cli.options import Flags, Verbose, engine_options
+from kvring_cli.files import check_json, save_json
+from kvring_cli.options import Flags, MeasuredModel, ReportFile, ServeOptions, Verbose, engine_options
 
 bench = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
 bench.command()(rates)
 bench.command()(context)
 bench.command()(kernels)
 bench.command()(page)
-ModelOption = Annotated[str, typer.Option("--model", "-m", help="The model that is measured.")]
 
 
 @bench.command()
 @engine_options
 def scorers(
-    model: ModelOption = "phantom",
+    model: MeasuredModel = "phantom",
     seeds: Annotated[int, typer.Option("--seeds", min=1, help="Documents a task, 12 questions each.")] = 1,
     verbose: Verbose = False,
     *,
@@ -58,7 +57,7 @@ def scorers(
 @bench.command()
 @engine_options
 def speed(
-    model: ModelOption = "phantom",
+    model: MeasuredModel = "phantom",
     tokens: Annotated[int, typer.Option("--tokens", min=1024, help="Length of the prefilled document.")] = 42_355,
     peer: Annotated[str | None, typer.Option("--peer", help="llama.cpp: decode beside it, in turns.")] = None,
     verbose: Verbose = False,
@@ -84,7 +83,7 @@ def speed(
 @bench.command()
 @engine_options
 def sharing(
-    model: ModelOption = "phantom",
+    model: MeasuredModel = "phantom",
     clients: Annotated[int, typer.Option("--clients", min=2, max=64, help="Requests at once.")] = 8,
     prefix: Annotated[int, typer.Option("--prefix", min=1024, help="Tokens that all begin with.")] = 20_000,
     verbose: Verbose = False,
@@ -117,7 +116,7 @@ def sharing(
 @bench.command()
 @engine_options
 def eviction(
-    model: ModelOption = "phantom",
+    model: MeasuredModel = "phantom",
     tasks: Annotated[str, typer.Option("--tasks", help="Of the gates' tasks, with commas.")] = "keyed,disjoint",
     questions: Annotated[int, typer.Option("--questions", min=1, help="Asked in turn of one document.")] = 6,
     verbose: Verbose = False,
@@ -145,35 +144,30 @@ def eviction(
 
 @bench.command()
 def load(
-    model: ModelOption = "phantom",
-    options: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[-- OPTION...]", help="After --: options for kvring serve.", show_default=False),
-    ] = None,
+    model: MeasuredModel = "phantom",
+    options: ServeOptions = None,
     *,
     clients: Annotated[int, typer.Option("--clients", min=1, max=1000, help="Clients at once.")] = 200,
     seconds: Annotated[float, typer.Option("--seconds", min=1, help="How long they ask.")] = 60.0,
-    report: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON.")] = None,
+    report: ReportFile = None,
 ) -> None:
     """A crowd of clients against a real server: each answered or refused by rule, memory flat. PASS 0, FAIL 1."""
     from gates.load import run
     from kvring_cli.commands.gate import show
 
-    if report is not None:
-        check_writable("--json", report)
+    check_json(report)
     with GateProgress("load") as progress:
         found = run(model, clients=clients, seconds=seconds, options=options or (), say=progress)
     show(found)
     for name in ("requests_per_second", "answers_per_second", "tokens_per_second", "answer_seconds_median"):
         console.write(f"{name.replace('_', ' ')}: {found.environment.get(name)}\n")
-    if report is not None:
-        write("--json", report, as_json(found.to_json()))
+    save_json(report, found.to_json())
     raise typer.Exit(found.exit_code)
 
 
 @bench.command()
 def beyond(
-    model: ModelOption = "phantom",
+    model: MeasuredModel = "phantom",
     *,
     prompt: Annotated[int, typer.Option("--prompt", min=64, help="Tokens of the prompt.")] = 60_000,
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens of the answer.")] = 2_000,

@@ -10,8 +10,8 @@ import typer
 
 from engine.units import GIB
 from kvring_cli import console
-from kvring_cli.commands.bench_rates import Plot, Sweep, header, length
-from kvring_cli.files import as_json, check_writable, write
+from kvring_cli.commands.bench_options import AnyModel, Contexts, Decoded, Plot, Rows, Sweep, header, length
+from kvring_cli.files import check_json, save_json
 from kvring_cli.options import Flags, Verbose, engine_options
 from kvring_cli.plot import Curve, check_plot, draw
 from kvring_cli.sweep import cases
@@ -24,13 +24,13 @@ COLUMNS = ("context", "first token", "tok/s", "device memory", "process RAM", "f
 
 @engine_options
 def context(
-    model: Annotated[str, typer.Option("--model", "-m", help="A model, or random:qwen3-8b and the like.")] = "phantom",
-    contexts: Annotated[str, typer.Option("--contexts", help="Lengths in tokens, with commas.")] = "8K,32K,128K,256K",
-    tokens: Annotated[int, typer.Option("--tokens", min=2, help="Tokens decoded.")] = 32,
+    model: AnyModel = "phantom",
+    contexts: Contexts = "8K,32K,128K,256K",
+    tokens: Decoded = 32,
     fill: Annotated[
         str, typer.Option("--fill", help="How documents are read: exact, window, or auto: exact on a card.")
     ] = "auto",
-    output: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")] = None,
+    output: Rows = None,
     sweep: Sweep = None,
     plot: Plot = None,
     verbose: Verbose = False,
@@ -43,8 +43,7 @@ def context(
         raise typer.BadParameter(f"'{fill}' is not one of auto, exact, window", param_hint="--fill")
     swept = cases(sweep, flags, {"max_context": "--contexts 8K,32K", "prefill": "--fill"})
     check_plot(plot)
-    if output is not None:
-        check_writable("--json", str(output))
+    check_json(output)
     from gates.climb import Rung, climb
     from kvring_cli.start import settle
 
@@ -62,10 +61,9 @@ def context(
             console.write(_line(step, last, [case.label] if sweep else []))
             found.append((case.label, step))
             last = step
-    if output is not None:
-        rows = [{"setting": label, **asdict(rung)} for label, rung in found]
-        stopped = [{"setting": label, **asdict(end)} for label, end in ends.items()]
-        write("--json", str(output), as_json({"rows": rows, "stopped": stopped}))
+    rows = [{"setting": label, **asdict(rung)} for label, rung in found]
+    stopped = [{"setting": label, **asdict(end)} for label, end in ends.items()]
+    save_json(output, {"rows": rows, "stopped": stopped})
     if plot is not None:
         draw(plot, f"{Path(model).name}, {found[0][1].backend}", _curves(found))
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict, fields
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from engine.units import KIB, MIB
 from kvring_cli import console
-from kvring_cli.commands.bench_rates import header, known
+from kvring_cli.commands.bench_options import Rows, header, known
 from kvring_cli.commands.gate import GateProgress
-from kvring_cli.files import as_json, check_writable, write
+from kvring_cli.files import check_json, save_json
 from kvring_cli.options import Flags, Verbose, engine_options
 
 PARTS = ("gather", "attention", "scores", "chunk")
@@ -26,15 +25,14 @@ def kernels(
     pages: Annotated[int, typer.Option("--pages", min=2, max=4096, help="Pages that a token looks at.")] = 280,
     rows: Annotated[int, typer.Option("--rows", min=1, max=16384, help="Tokens of the chunk.")] = 1024,
     reference: Annotated[bool, typer.Option("--reference", help="The torch code instead of kernels.")] = False,
-    output: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")] = None,
+    output: Rows = None,
     verbose: Verbose = False,
     *,
     flags: Flags,
 ) -> None:
     """What gather, attention and scoring reach here beside this machine's floors. Loads no weights. Prints a table."""
     chosen = known(parts, PARTS, "--parts")
-    if output is not None:
-        check_writable("--json", str(output))
+    check_json(output)
     from engine import kernel_cache
     from engine.device import resolve_device, resolve_dtype, set_threads
     from engine.model.load import open_model
@@ -62,8 +60,7 @@ def kernels(
             f"{rate.bytes_per_second / 1e9:,.1f} GB/s" if rate.bytes_per_second else f"{rate.flops / 1e12:,.3f} TFLOP/s"
         )
         console.write(f"| {rate.what} | {rate.by} | {1e3 * rate.seconds:.3f} | {reached} | {rate.floor:.0%} |\n")
-    if output is not None:
-        write("--json", str(output), as_json({"floors": asdict(floors), "rows": [asdict(rate) for rate in found]}))
+    save_json(output, {"floors": asdict(floors), "rows": [asdict(rate) for rate in found]})
 
 
 @engine_options
@@ -74,7 +71,7 @@ def page(
     budget: Annotated[int, typer.Option("--budget", min=128, help="Tokens that recall may select.")] = 512,
     tasks: Annotated[str, typer.Option("--tasks", help=f"Of {', '.join(TASKS)}.")] = "keyed,disjoint",
     questions: Annotated[int, typer.Option("--questions", min=1, help="A task.")] = 8,
-    output: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")] = None,
+    output: Rows = None,
     verbose: Verbose = False,
     *,
     flags: Flags,
@@ -82,8 +79,7 @@ def page(
     """Pages of other sizes under one budget in tokens: gather rate, table bytes, hits. Prints a Markdown table."""
     lengths = [int(size) for size in known(sizes, ("16", "32", "64", "128"), "--sizes")]
     chosen = known(tasks, TASKS, "--tasks")
-    if output is not None:
-        check_writable("--json", str(output))
+    check_json(output)
     from gates.multi_needle import POOL
     from gates.page_size import CONTEXT, measure
     from kvring_cli.start import settle
@@ -107,5 +103,4 @@ def page(
                 f"{row.fetched / MIB:,.1f} MiB |\n"
             )
     console.write("\nTable bytes are computed; all else was measured with an engine built with that page size.\n")
-    if output is not None:
-        write("--json", str(output), as_json([asdict(row) for row in found]))
+    save_json(output, [asdict(row) for row in found])

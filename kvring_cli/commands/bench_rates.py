@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from engine.errors import ConfigError
-from engine.units import parse_tokens
 from kvring_cli import console
-from kvring_cli.files import as_json, check_writable, write
+from kvring_cli.commands.bench_options import AnyModel, Contexts, Decoded, Plot, Rows, Sweep, header, known, length
+from kvring_cli.files import check_json, save_json
 from kvring_cli.options import Flags, Verbose, engine_options
 from kvring_cli.plot import Curve, check_plot, draw
 from kvring_cli.sweep import cases
@@ -24,23 +23,18 @@ if TYPE_CHECKING:
 PARTS = ("prefill", "window", "recall", "exact", "dense", "second")
 COLUMNS = ("what", "context", "tok/s", "ms", "of the floor", "GB/s or TFLOP/s", "fetched a step", "beside weights")
 DECIDED = {"max_context": "--contexts 8K,32K", "prefill": "--fill", "decode": "--parts recall,exact,dense"}
-Sweep = Annotated[
-    str | None,
-    typer.Option("--sweep", metavar="NAME=A,B,C", help="Each value of one setting in turn, like kv-capacity=4032,8K."),
-]
-Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw the rows; needs matplotlib.")]
 PEERS = ("transformers", "transformers-offloaded")
 
 
 @engine_options
 def rates(
-    model: Annotated[str, typer.Option("--model", "-m", help="A model, or random:qwen3-8b and the like.")] = "phantom",
-    contexts: Annotated[str, typer.Option("--contexts", help="Lengths in tokens, with commas.")] = "8K,32K",
+    model: AnyModel = "phantom",
+    contexts: Contexts = "8K,32K",
     parts: Annotated[str, typer.Option("--parts", help=f"Of {', '.join(PARTS)}.")] = "prefill,recall,second",
-    tokens: Annotated[int, typer.Option("--tokens", min=2, help="Tokens decoded.")] = 64,
+    tokens: Decoded = 64,
     fill: Annotated[str, typer.Option("--fill", help="How documents are computed before a decode.")] = "window",
     peer: Annotated[str | None, typer.Option("--peer", help=" or ".join(PEERS) + ", with commas.")] = None,
-    output: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")] = None,
+    output: Rows = None,
     sweep: Sweep = None,
     plot: Plot = None,
     verbose: Verbose = False,
@@ -57,8 +51,7 @@ def rates(
     chosen, peers = known(parts, PARTS, "--parts"), known(peer or "", PEERS, "--peer")
     swept = cases(sweep, flags, DECIDED)
     check_plot(plot)
-    if output is not None:
-        check_writable("--json", str(output))
+    check_json(output)
     rows: list[Row] = []
     floors = model_ = None
     for number, case in enumerate(swept):
@@ -78,9 +71,7 @@ def rates(
     for row in _peer_rows(config, peers, lengths, tokens):
         rows.append(row)
         console.write(_line(row, bool(sweep)) + "\n")
-    if output is not None:
-        found = {"floors": asdict(floors), "rows": [asdict(row) for row in rows]}
-        write("--json", str(output), as_json(found))
+    save_json(output, {"floors": asdict(floors), "rows": [asdict(row) for row in rows]})
     if plot is not None:
         draw(plot, f"{Path(model).name}, {floors.lines()}", _curves(rows))
 
@@ -139,29 +130,3 @@ def _line(row: Row, swept: bool) -> str:
         f"{beside / 2**30:.2f} GiB" if beside else "",
     ]
     return f"| {' | '.join(cells)} |" + (f" <!-- {row.steps_by} -->" if row.steps_by else "")
-
-
-def header(columns: tuple[str, ...], swept: bool) -> str:
-    """A Markdown table's first two lines."""
-    names = ["setting", *columns] if swept else list(columns)
-    return f"| {' | '.join(names)} |\n|{' --- |' * len(names)}\n"
-
-
-def length(text: str) -> int:
-    """Tokens of one `--contexts` entry; bad usage where it is none."""
-    try:
-        tokens = parse_tokens(text)
-    except ConfigError:
-        tokens = 0
-    if tokens < 256:
-        raise typer.BadParameter(f"'{text}' is not a length of 256 tokens or more", param_hint="--contexts")
-    return tokens
-
-
-def known(text: str, names: tuple[str, ...], flag: str) -> list[str]:
-    """The parts of a list with commas; bad usage where one is none of `names`."""
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    for part in parts:
-        if part not in names:
-            raise typer.BadParameter(f"'{part}' is not one of {', '.join(names)}", param_hint=flag)
-    return parts

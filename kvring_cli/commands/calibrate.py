@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvring_cli import console
+from kvring_cli.options import AsJson
 
 if TYPE_CHECKING:
     from engine.device_profile import DeviceProfile
@@ -26,7 +27,7 @@ def calibrate(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Keep nothing, print it.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Rates of the smallest stand-in only.", hidden=True)] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure this hardware: copies, rates, and which of equal ways is the fastest. Loads no model."""
     from engine.device import resolve_device, set_threads

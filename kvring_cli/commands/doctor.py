@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvring_cli import console
-from kvring_cli.options import Flags, Verbose, engine_options
+from kvring_cli.options import AsJson, Flags, Verbose, engine_options
 
 if TYPE_CHECKING:
     from engine.platform import Facts
@@ -29,7 +29,7 @@ def doctor(
     install: Annotated[
         bool, typer.Option("--install", help="Hold every installed file against the wheel's record, too.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    as_json: AsJson = False,
     verbose: Verbose = False,
     *,
     flags: Flags,

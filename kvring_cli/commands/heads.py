@@ -8,15 +8,15 @@ import typer
 
 from kvring_cli import console
 from kvring_cli.commands.gate import GateProgress
-from kvring_cli.options import Flags, Verbose, engine_options
+from kvring_cli.options import AsJson, Flags, MeasuredModel, Verbose, engine_options
 
 
 @engine_options
 def heads(
-    model: Annotated[str, typer.Option("--model", "-m", help="The model that is measured.")],
+    model: MeasuredModel,
     tokens: Annotated[int, typer.Option("--tokens", min=3000, help="Of each of the three documents.")] = 8000,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Keep nothing, print it.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    as_json: AsJson = False,
     verbose: Verbose = False,
     *,
     flags: Flags,

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from engine.config import PAGE
 from engine.units import format_bytes
 from kvring_cli import console
-from kvring_cli.options import Model
+from kvring_cli.options import AsJson, Model
 
 if TYPE_CHECKING:
     from engine.model.assemble import Layout
@@ -28,9 +26,7 @@ _COMPONENTS = {
 }
 
 
-def inspect(
-    model: Model, as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False
-) -> None:
+def inspect(model: Model, as_json: AsJson = False) -> None:
     """Say what a model is: architecture, bytes, what a token costs in the cache. Refuses a damaged one."""
     from kvring_cli import models
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvring_cli import console
+from kvring_cli.options import AsJson
 
 if TYPE_CHECKING:
     from engine.platform import Facts
@@ -23,7 +24,7 @@ def pick_engine(
             "--compute-capability", metavar="8.6", help="Pretend a card. Switch: NINFER_AGENT_CC.", show_default=False
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Which engine suits this card. Exit 0 chosen, 3 capability unreadable, 4 something is missing, 5 unsupported."""
     import shlex

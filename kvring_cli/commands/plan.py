@@ -9,7 +9,7 @@ import typer
 
 from engine.units import format_bytes, parse_bytes
 from kvring_cli import console
-from kvring_cli.options import Flags, engine_options
+from kvring_cli.options import AsJson, Flags, engine_options
 
 if TYPE_CHECKING:
     from engine.config import EngineConfig
@@ -40,7 +40,7 @@ def plan(
     measure: Annotated[
         bool, typer.Option("--measure", help="Run it here too, and hold the prediction against that.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    as_json: AsJson = False,
     *,
     flags: Flags,
 ) -> None:

@@ -6,16 +6,13 @@ from typing import Annotated
 
 import typer
 
-from kvring_cli.files import as_json, check_writable, write
-from kvring_cli.options import Model
+from kvring_cli.files import check_json, save_json
+from kvring_cli.options import Model, ReportFile, ServeOptions
 
 
 def smoke(
     model: Model = "phantom",
-    options: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[-- OPTION...]", help="After --: options for kvring serve.", show_default=False),
-    ] = None,
+    options: ServeOptions = None,
     *,
     timeout: Annotated[
         float, typer.Option("--timeout", min=1, help="Seconds until it must be ready, and for each answer.")
@@ -23,17 +20,15 @@ def smoke(
     strict: Annotated[
         bool, typer.Option("--strict", help="Judge the values in the answers of any model, not of the phantom alone.")
     ] = False,
-    report: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON.")] = None,
+    report: ReportFile = None,
 ) -> None:
     """Start a server on a free port, ask it twice, stop it. Exit code: PASS 0, FAIL 1, refused to start 3."""
     from gates.smoke import run
     from kvring_cli.commands.gate import GateProgress, show
 
-    if report is not None:
-        check_writable("--json", report)
+    check_json(report)
     with GateProgress("smoke") as progress:
         found = run(model, options=options or (), timeout=timeout, strict=strict, say=progress)
     show(found)
-    if report is not None:
-        write("--json", report, as_json(found.to_json()))
+    save_json(report, found.to_json())
     raise typer.Exit(found.exit_code)
