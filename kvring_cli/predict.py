@@ -35,6 +35,7 @@ import torch
 from engine.config import PAGE
 from engine.errors import ConfigError
 from engine.model.packing import FOUR_BIT
+from engine.model.sizes import Weighed
 from engine.recall.recall import QUERY_ROWS
 from engine.routes import Bands
 
@@ -43,7 +44,7 @@ QUESTION = 64
 
 
 @dataclass(frozen=True)
-class Work:
+class Work(Weighed):
     """What a model asks of a machine. `form`: how one row reads the weights; `kv_bytes`: of one element of K or V."""
 
     layers: int
@@ -85,10 +86,6 @@ class Work:
             window=sizes.window,
         )
 
-    @property
-    def layer_weights(self) -> int:
-        return self.hidden * (2 * self.heads + 2 * self.kv_heads) * self.head_dim + 3 * self.hidden * self.ffn
-
     def layer_flops(self, rows: int) -> float:
         return 2.0 * rows * self.layer_weights
 
@@ -98,7 +95,7 @@ class Work:
     @property
     def head_size(self) -> float:
         """Bytes of the output matrix."""
-        return self.vocab * self.hidden * self.head_bytes
+        return self.head_weights * self.head_bytes
 
     @property
     def row_bytes(self) -> float:

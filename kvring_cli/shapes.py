@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import ConfigError, ModelError
+from engine.model.sizes import Weighed
 
 if TYPE_CHECKING:
     import torch
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Shape:
+class Shape(Weighed):
     """One decoder. `weight_bits`: bits that a weight takes in its file; `origin`: where these numbers are from."""
 
     name: str
@@ -90,16 +91,6 @@ class Shape:
 
     def as_json(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "source"}
-
-    @property
-    def layer_weights(self) -> int:
-        """Numbers in one layer's matrices."""
-        attention = self.hidden * (2 * self.heads + 2 * self.kv_heads) * self.head_dim
-        return attention + 3 * self.hidden * self.ffn
-
-    @property
-    def head_weights(self) -> int:
-        return self.vocab * self.hidden
 
     @property
     def parameters(self) -> int:

@@ -91,6 +91,15 @@ def test_a_wrong_field_is_refused_by_its_name(live, fields):
     assert live.idle()
 
 
+@pytest.mark.parametrize(
+    ("route", "name"), [(CHAT, "stop"), ("/v1/completions", "stop"), ("/v1/messages", "stop_sequences")]
+)
+@pytest.mark.parametrize("stops", [["x", ""], ["1", "2", "3", "4", "5"]])
+def test_stop_strings_that_would_end_every_answer_or_are_too_many_are_refused_by_name(live, route, name, stops):
+    refused = error(live.http.post(route, json=body(prompt="x", **{name: stops})), 400, "invalid_value")
+    assert name in refused["message"]
+
+
 ODD = [None, {}, [], "", "x", 0, -1, 1.5, True, [{}], [[]], [None], {"a": {}}, {"type": {}}, [{"type": []}], 1 << 80]
 
 MESSAGE = {"role": "user", "content": "Hello"}

@@ -5,6 +5,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
+class Weighed:
+    """How many numbers a decoder's matrices hold, by its sizes."""
+
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+
+    @property
+    def layer_weights(self) -> int:
+        """In one layer's matrices."""
+        attention = self.hidden * (2 * self.heads + 2 * self.kv_heads) * self.head_dim
+        return attention + 3 * self.hidden * self.ffn
+
+    @property
+    def head_weights(self) -> int:
+        """In the output matrix."""
+        return self.vocab * self.hidden
+
+
 @dataclass(frozen=True)
 class Sizes:
     """As in `model.config.ModelConfig`; `theta`: rotary base; `bias`: on q, k and v;

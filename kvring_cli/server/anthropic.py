@@ -16,8 +16,7 @@ from pydantic import Field
 from kvring_cli.server import report, sse
 from kvring_cli.server.ask import Answer, Ask, Part
 from kvring_cli.server.blocks import from_anthropic, thinking_of, tools_of
-from kvring_cli.server.errors import invalid
-from kvring_cli.server.fields import Body, described, listing, read
+from kvring_cli.server.fields import Body, described, listing, read, stop_strings
 from kvring_cli.server.length import check_length
 from kvring_cli.server.reply import reply
 from kvring_cli.server.service import Service
@@ -45,18 +44,13 @@ class MessagesBody(CountBody):
     stop_sequences: list[str] | None = None
 
     def stops(self) -> tuple[str, ...]:
-        stops = self.stop_sequences or []
-        if len(stops) > 4:
-            raise invalid(f"stop_sequences has {len(stops)} strings; 4 is the most", "stop_sequences")
-        if not all(stops):
-            raise invalid("stop_sequences holds an empty string", "stop_sequences")
-        return tuple(stops)
+        return stop_strings("stop_sequences", self.stop_sequences)
 
 
 @router.post("/v1/messages/count_tokens", openapi_extra=described(CountBody))
 async def count_tokens(request: Request) -> dict[str, int]:
     service: Service = request.app.state.service
-    body = await read(request, CountBody, service.settings.max_body)
+    body = await read(request, CountBody)
     service.check_model(body.model)
     messages, template, _, _ = body.prompt(service)
     await asyncio.to_thread(check_length, service.engine, [messages, template])
@@ -67,7 +61,7 @@ async def count_tokens(request: Request) -> dict[str, int]:
 async def messages(request: Request) -> Response:
     service: Service = request.app.state.service
     arrived = time.perf_counter()
-    body = await read(request, MessagesBody, service.settings.max_body)
+    body = await read(request, MessagesBody)
     service.check_model(body.model)
     prompt, template, names, budget = body.prompt(service)
     sampling = body.sampling(stop=body.stops())
@@ -104,7 +98,7 @@ async def _whole(answer: Answer, model: str) -> dict[str, Any]:
         else:
             blocks[-1]["text" if part.kind == "content" else "thinking"] += part.text
     head = _head(model, blocks or [{"type": "text", "text": ""}], _usage(answer))
-    return {**head, **_ending(answer), "timings": report.timings(answer), "kvring": report.kvring(answer)}
+    return {**head, **_ending(answer), **report.beside(answer)}
 
 
 async def _events(answer: Answer, model: str) -> AsyncIterator[bytes]:
@@ -127,8 +121,7 @@ async def _events(answer: Answer, model: str) -> AsyncIterator[bytes]:
         index = 0
         yield say("content_block_start", index=0, content_block={"type": "text", "text": ""})
     yield say("content_block_stop", index=index)
-    numbers = {"timings": report.timings(answer), "kvring": report.kvring(answer)}
-    yield say("message_delta", delta=_ending(answer), usage=_usage(answer), **numbers)
+    yield say("message_delta", delta=_ending(answer), usage=_usage(answer), **report.beside(answer))
     yield say("message_stop")
 
 

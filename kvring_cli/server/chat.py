@@ -44,7 +44,7 @@ class ChatBody(OpenAIBody):
 async def chat_completions(request: Request) -> Response:
     service: Service = request.app.state.service
     arrived = time.perf_counter()
-    body = await read(request, ChatBody, service.settings.max_body)
+    body = await read(request, ChatBody)
     service.check_model(body.model)
     tools, names = tools_of(body.tools, body.tool_choice)
     thinking, template = thinking_of(body.chat_template_kwargs, body.reasoning_effort)
@@ -83,8 +83,7 @@ async def _whole(answer: Answer, frame: Frame) -> dict[str, Any]:
     choice: dict[str, Any] = {"index": 0, "message": message, "finish_reason": answer.finish, "logprobs": None}
     if answer.ask.sampling.logprobs is not None:
         choice["logprobs"] = chat_logprobs(answer)
-    numbers = {"usage": report.usage(answer), "timings": report.timings(answer), "kvring": report.kvring(answer)}
-    return {**frame.head, "choices": [choice], **numbers}
+    return {**frame.head, "choices": [choice], "usage": report.usage(answer), **report.beside(answer)}
 
 
 async def _events(answer: Answer, frame: Frame, body: ChatBody) -> AsyncIterator[bytes]:
@@ -95,7 +94,7 @@ async def _events(answer: Answer, frame: Frame, body: ChatBody) -> AsyncIterator
         one: dict[str, Any] = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}
         if body.logprobs and ("content" in delta or finish):
             one["logprobs"] = chat_logprobs(answer)
-        more = {"timings": report.timings(answer), "kvring": report.kvring(answer)} if finish else {}
+        more = report.beside(answer) if finish else {}
         return frame.chunk([one], **usage_null, **more)
 
     yield choice({"role": "assistant"})

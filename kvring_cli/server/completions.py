@@ -38,7 +38,7 @@ class TextBody(OpenAIBody):
 async def completions(request: Request) -> Response:
     service: Service = request.app.state.service
     arrived = time.perf_counter()
-    body = await read(request, TextBody, service.settings.max_body)
+    body = await read(request, TextBody)
     service.check_model(body.model)
     sampling = body.sampling(stop=body.stops(), logprobs=body.logprobs)
     ask = Ask("openai-text", body.text(), sampling, body.recall(), arrived=arrived)
@@ -56,8 +56,7 @@ async def _whole(answer: Answer, frame: Frame) -> dict[str, Any]:
         "finish_reason": answer.finish,
         "logprobs": None if answer.ask.sampling.logprobs is None else text_logprobs(answer, 0),
     }
-    numbers = {"usage": report.usage(answer), "timings": report.timings(answer), "kvring": report.kvring(answer)}
-    return {**frame.head, "choices": [choice], **numbers}
+    return {**frame.head, "choices": [choice], "usage": report.usage(answer), **report.beside(answer)}
 
 
 async def _events(answer: Answer, frame: Frame, body: TextBody) -> AsyncIterator[bytes]:
@@ -67,7 +66,7 @@ async def _events(answer: Answer, frame: Frame, body: TextBody) -> AsyncIterator
     def choice(text: str, finish: str | None = None) -> bytes:
         logprobs = None if body.logprobs is None else text_logprobs(answer, offset)
         one = {"index": 0, "text": text, "finish_reason": finish, "logprobs": logprobs}
-        more = {"timings": report.timings(answer), "kvring": report.kvring(answer)} if finish else {}
+        more = report.beside(answer) if finish else {}
         return sse.event({**frame.head, "choices": [one], **usage_null, **more})
 
     async for part in answer.parts():

@@ -84,12 +84,7 @@ class OpenAIBody(Body):
     stream_options: StreamOptions | None = None
 
     def stops(self) -> tuple[str, ...]:
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if len(stops) > 4:
-            raise invalid(f"stop has {len(stops)} strings; 4 is the most", "stop")
-        if not all(stops):
-            raise invalid("stop holds an empty string, which would end every answer", "stop")
-        return tuple(stops)
+        return stop_strings("stop", [self.stop] if isinstance(self.stop, str) else self.stop)
 
     @property
     def usage_in_stream(self) -> bool:
@@ -164,9 +159,19 @@ def listing(*roles: str) -> dict[str, Any]:
     return {"items": {"type": "object", "properties": properties, "required": ["role", "content"]}}
 
 
-async def read(request: Request, shape: type[Shape], limit: int) -> Shape:
+def stop_strings(name: str, stops: list[str] | None) -> tuple[str, ...]:
+    """What ends an answer, as the field `name` says it."""
+    stops = stops or []
+    if len(stops) > 4:
+        raise invalid(f"{name} has {len(stops)} strings; 4 is the most", name)
+    if not all(stops):
+        raise invalid(f"{name} holds an empty string, which would end every answer", name)
+    return tuple(stops)
+
+
+async def read(request: Request, shape: type[Shape]) -> Shape:
     """The checked body; APIError naming the field that is wrong."""
-    raw = parse(await read_bytes(request, limit))
+    raw = parse(await read_bytes(request, request.app.state.service.settings.max_body))
     if not isinstance(raw, dict):
         raise invalid("the body must be a JSON object")
     for name, neutral in UNSUPPORTED.items():

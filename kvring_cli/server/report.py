@@ -18,6 +18,11 @@ def usage(answer: Answer) -> dict[str, Any]:
     }
 
 
+def beside(answer: Answer) -> dict[str, Any]:
+    """What every form carries beside its own fields."""
+    return {"timings": timings(answer), "kvring": kvring(answer)}
+
+
 def timings(answer: Answer) -> dict[str, Any]:
     """cache_n + prompt_n = prompt_tokens; rates are those of computed tokens, without the time in the queue."""
     counts, times = answer.result.usage, answer.result.timings

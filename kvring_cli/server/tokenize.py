@@ -29,7 +29,7 @@ class TokenizeBody(BaseModel):
 @router.post("/tokenize", openapi_extra=described(TokenizeBody))
 async def tokenize(request: Request) -> dict[str, Any]:
     service: Service = request.app.state.service
-    body = await read(request, TokenizeBody, service.settings.max_body)
+    body = await read(request, TokenizeBody)
     model = service.engine.model
     text = body.prompt if body.content is None else body.content
     await asyncio.to_thread(check_length, service.engine, [text, body.messages])
