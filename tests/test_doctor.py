@@ -1,4 +1,4 @@
-"""The risk: a machine that is wrong and called right, or a card that gets the wrong engine."""
+"""The risk: a machine that is wrong and called right."""
 
 from __future__ import annotations
 
@@ -16,11 +16,9 @@ import pytest
 
 from engine.platform import Console, Driver, HostMemory, Package, TorchBuild
 from engine.units import GIB
-from kvring_cli import engines
 from kvring_cli.app import call
 from kvring_cli.doctor import examine, exit_code
-from kvring_cli.engines import pick_engine, torch_line
-from tests.machines import A4000_TCC, H200, RTX_3060, laptop, linux_server, windows_pc
+from tests.machines import A4000_TCC, RTX_3060, laptop, linux_server, windows_pc
 
 TRIED = SimpleNamespace(pinned=6 * GIB, to_device=24e9, to_host=25e9, spills=False)
 
@@ -35,9 +33,6 @@ def checks(facts, trials=lambda: TRIED, environ=None, **more):
 def named(name, found):
     (finding,) = [finding for finding in found if finding.name == name]
     return finding
-
-
-# --- machines ---------------------------------------
 
 
 @pytest.mark.parametrize("machine", [windows_pc, linux_server, laptop])
@@ -196,9 +191,6 @@ def test_what_is_not_known_is_never_ok():
         assert named(name, found).status == "unknown"
 
 
-# --- settings ---------------------------------------
-
-
 @pytest.mark.parametrize(
     ("environ", "words"),
     [
@@ -219,9 +211,6 @@ def test_contradictions_among_the_switches_are_named(environ, words):
 def test_a_switch_out_of_its_range_fails():
     finding = named("settings", checks(laptop(), environ={"NINFER_KV_RETRIEVE_SHARE": "101"}))
     assert finding.status == "fail" and "1 to 100" in finding.detail
-
-
-# --- the command ------------------------------------
 
 
 def test_doctor_speaks_json_and_checks_a_model(capsys):
@@ -249,80 +238,3 @@ def test_a_model_that_does_not_fit_fails_with_what_would(capsys):
     assert call(["doctor", "--model", "phantom", "--ram-limit", "1200MiB", "--max-context", "256K", "--port", "1"]) == 1
     out = capsys.readouterr().out
     assert "fail    model fits" in out and "--max-context" in out
-
-
-# --- pick-engine ------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("capability", "engine"),
-    [
-        ("8.0", "triton-sm80"),
-        ("8.6", "triton-sm86"),
-        ("8.9", "triton-sm89"),
-        ("9.0", "triton-sm90"),
-        ("12.0", "triton-sm120"),
-        ("10.0", "triton-sm100"),
-        ("7.5", "torch-cuda"),
-    ],
-)
-def test_each_capability_gets_its_engine(capability, engine):
-    facts = windows_pc(gpus=(replace(RTX_3060, capability=capability),))
-    choice = pick_engine(facts, {}, triton_kernels=True)
-    assert (choice.engine, choice.exit_code) == (engine, 0)
-    assert choice.kv_dtype == ("fp16" if capability == "7.5" else "bf16")
-    assert choice.command("m")[:5] == ["kvring", "serve", "m", "--device", "cuda"]
-
-
-def test_a_build_without_kernels_never_claims_them():
-    choice = pick_engine(linux_server(), {}, triton_kernels=False)
-    assert choice.engine == "torch-cuda" and "no Triton kernels" in choice.reason
-    assert engines.has_triton_kernels() in (True, False)
-
-
-@pytest.mark.parametrize(
-    ("facts", "environ", "code"),
-    [
-        (windows_pc(gpus=(replace(RTX_3060, capability=None),)), {}, 3),
-        (windows_pc(gpus=(), driver=Driver(trouble="nvidia-smi: Unknown Error")), {}, 3),
-        (laptop(), {"NINFER_AGENT_CC": "Field is not valid"}, 3),
-        (windows_pc(torch=TorchBuild("2.8.0+cpu")), {}, 4),
-        (windows_pc(torch=TorchBuild()), {}, 4),
-        (laptop(torch=TorchBuild()), {}, 4),
-        (windows_pc(triton=None), {}, 4),
-        (windows_pc(gpus=(replace(RTX_3060, capability="6.1"),)), {}, 5),
-        (laptop(), {"NINFER_AGENT_CC": ' "5.2" '}, 5),
-        (laptop(), {}, 0),
-        (laptop(), {"NINFER_AGENT_CC": "8.9 "}, 0),
-        (linux_server(), {"NINFER_AGENT_CC": ""}, 0),
-    ],
-)
-def test_pick_engine_says_by_its_exit_code_what_is_wrong(facts, environ, code):
-    choice = pick_engine(facts, environ, triton_kernels=True)
-    assert choice.exit_code == code and choice.reason
-    assert bool(choice.fix) == bool(code)
-
-
-def test_the_window_follows_the_cards_memory():
-    small = pick_engine(windows_pc(), {}, triton_kernels=True)
-    large = pick_engine(linux_server(), {}, triton_kernels=True)
-    assert dict(small.settings)["--profile"] == "12gb" and small.window_tokens == 8192
-    assert small.pool_tokens == (8192 // 64 + 1024 // 64 + 8) * 64
-    assert dict(large.settings) == {"--device": "cuda", "--profile": "24gb", "--vram-limit": "141GiB"}
-    tiny = pick_engine(windows_pc(gpus=(replace(RTX_3060, total=6 * GIB),)), {}, triton_kernels=True)
-    assert dict(tiny.settings) == {"--device": "cuda", "--kv-window": "4096", "--prefill-chunk": "512"}
-
-
-def test_the_command_prints_the_line_to_serve_with(capsys):
-    assert call(["pick-engine", "phantom", "--compute-capability", "8.6"]) == 0
-    assert "kvring serve phantom --device cuda" in capsys.readouterr().out
-    assert call(["pick-engine", "--compute-capability", "N/A"]) == 3
-    assert "error: NINFER_AGENT_CC is 'N/A'" in capsys.readouterr().err
-    assert call(["pick-engine", "--json", "--compute-capability", "3.5"]) == 5
-    assert json.loads(capsys.readouterr().out)["outcome"] == "unsupported"
-
-
-def test_the_torch_line_has_pytorchs_index_and_a_cuda_that_the_driver_runs():
-    assert torch_line(windows_pc()).endswith("cu128")
-    assert torch_line(linux_server(driver=Driver("580", "13.0"))).endswith("cu130")
-    assert H200.hardware_class == "nvidia-h200-sm90"
