@@ -96,6 +96,7 @@ HYBRID = "9:name=systemd:/a\n4:memory:{}\n2:cpuacct:/\n0::/a"
         (HYBRID.format("/docker/0a1b"), "memory", {"": (4, 3, 1)}),  # whose group is the container's root
         (HYBRID.format("/jobs/7"), "memory", {"/jobs/7": (4, 3, 1), "/jobs": (6, 3, 0), "": (None, 9, 5)}),
         (HYBRID.format("/jobs/7"), "memory", {"/jobs/7": (None, 1, 0), "/jobs": (4, 3, 1)}),
+        ("4:cpu,memory:/jobs/7\nno group at all", "memory", {"/jobs/7": (4, 3, 1)}),
         ("0::/system.slice/kvring.service", "", {"/system.slice/kvring.service": (4, 3, 1)}),
         ("0::/user.slice/a", "", {"/user.slice/a": (5, 1, 0), "/user.slice": (4, 2, 0), "/other": (1, 1, 0)}),
     ],

@@ -17,8 +17,10 @@ def limits(read: Callable[[str], str]) -> Iterator[tuple[int, int]]:
 
     read: the text of a file below /, "" where there is none. A container sees its own group as the root of all.
     """
-    lines = (line.split(":", 2) for line in read("proc/self/cgroup").splitlines())
-    groups = {controller: path for _, controller, path in lines}
+    groups: dict[str, str] = {}
+    for line in read("proc/self/cgroup").splitlines():
+        controllers, _, path = line.partition(":")[2].partition(":")
+        groups |= dict.fromkeys(controllers.split(","), path)
     for controller, (most, charged, dropped) in _FILES.items():
         own = PurePosixPath(groups.get(controller, "/"))
         for group in (own, *own.parents):
