@@ -8,6 +8,7 @@ anybody asks for them.
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass
 
@@ -228,10 +229,14 @@ class DrivenSteps:
         if layout.role is not None:
             self._role[: frame.past].copy_(self._upload(layout.role))
             self._fixed[: len(layout.fixed)].copy_(self._upload(layout.fixed.astype(np.int32)))
+            if step.mode == "recall" and not layout.left:  # no score will say what is selected
+                why = np.where(layout.role == g.TAKEN, g.LEXICAL, g.UNSELECTED).astype(np.uint8)
+                self._why[:, : frame.past].copy_(self._upload(why))
         self._laid, self._layout = laid, layout
         return layout
 
     def _bring_all(self, pages: np.ndarray) -> None:
+        self.pool.begin_step()  # what another sequence used in its last step may go now
         for layer in range(self.pool.shape.layers):
             self.transfer.fetch(layer, self.pool.touch(layer, pages))
 
@@ -256,7 +261,7 @@ class DrivenSteps:
         need = seen + len(frame.own)
         for wait in (True, False):
             others = int(self.pool.pinned.sum()) - len(frame.own)
-            if need + others <= self.pool.slots or frame.identity:
+            if need + others <= self.pool.slots:
                 return
             if wait:
                 self.transfer.settle(wait=True)
@@ -342,25 +347,23 @@ class DrivenSteps:
         )
         if kind.everything:
             return self._attention(*seen, dtype=q.dtype)
-        if kind.ahead:
-            with self._beside.begin():
-                self._attention.attend(*seen, dtype=q.dtype, when="early")
-        choice, state = self._choice, self._geometry
-        if kind.scored:
-            why, codes = self._why[layer], self.digests.codes_of(layer)
-            self._scores(turned[-QUERY_ROWS:], *codes, self._ids, state, self._turns, rope.score_scale)
-            triton_select.rank(self._scores, self._bars[layer], why, self._role, choice, state, HYSTERESIS, WORTH)
-            triton_select.pick(self._scores, self._role, why, choice, state, kind.neighbors)
-        misses = self._misses.layer(layer)
-        triton_slots.bring(self._fixed, choice, window, self._ids, tables, misses, state, self._counters, self.compact)
-        if kind.ahead and kind.ferried:
-            self._beside.join()  # a graph ends here
+        choice, state, misses = self._choice, self._geometry, self._misses.layer(layer)
+
+        def early() -> None:
+            self._attention.attend(*seen, dtype=q.dtype, when="early")
+
+        with self._beside.running(early) if kind.ahead else nullcontext():
+            if kind.scored:
+                why, codes = self._why[layer], self.digests.codes_of(layer)
+                self._scores(turned[-QUERY_ROWS:], *codes, self._ids, state, self._turns, rope.score_scale)
+                triton_select.rank(self._scores, self._bars[layer], why, self._role, choice, state, HYSTERESIS, WORTH)
+                triton_select.pick(self._scores, self._role, why, choice, state, kind.neighbors)
+            fixed, counters = self._fixed, self._counters
+            triton_slots.bring(fixed, choice, window, self._ids, tables, misses, state, counters, self.compact)
+            if not kind.ferried:
+                triton_pages.gather(host, pool, misses.pages, misses.places, misses.count, self._gather_units)
         if kind.ferried:
             self._ferry.fetch(layer, self.graphs.between)
-        else:
-            triton_pages.gather(host, pool, misses.pages, misses.places, misses.count, self._gather_units)
-        if kind.ahead and not kind.ferried:
-            self._beside.join()
         return self._attention(*seen, dtype=q.dtype, changed=choice.changed if kind.ahead else None)
 
     # --- explaining -----------------------------------------------------------------------------------------------
@@ -374,8 +377,10 @@ class DrivenSteps:
         trace.seen.update(self._windows[:, : layout.window].unique().tolist())
         because = dict(zip(layout.taken.pages.tolist(), layout.taken.reasons.tolist(), strict=True))
         logical = {int(page): index for index, page in enumerate(frame.ids)}
-        why = self._why[:, : frame.past].cpu().numpy()
         missed, counts = self._misses.pages.cpu().numpy(), self._misses.count[:, 0].tolist()
+        why = self._why[:, : frame.past].cpu().numpy()
+        if frame.step.mode == "window":  # which leaves what was selected before as it was
+            why = np.zeros_like(why)
         for layer in range(len(why)):
             for page in np.flatnonzero(why[layer]).tolist():
                 reason = because.get(page, int(why[layer, page]) - 1)

@@ -36,7 +36,7 @@ def lay_out(frame: Frame) -> Layout:
     eligible = recall.eligible(always)
     lexical, quota = recall.lexical(past, most) if most else (None, 0)
     taken = choose(None, eligible, most, neighbors=settings.neighbors, lexical=lexical, lexical_quota=quota)
-    depth = min(most, int(eligible.sum()))
+    depth = max(0, min(most, int(eligible.sum())))  # a chunk may leave no room to select
     left = depth - len(taken.pages) if settings.scorer != "lexical" else 0
     role = np.where(eligible, g.CANDIDATE, g.HIDDEN).astype(np.uint8)
     role[always.window(EMPTY.pages)] = g.ALWAYS

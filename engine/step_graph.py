@@ -65,19 +65,23 @@ class Beside:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @contextmanager
-    def begin(self) -> Iterator[None]:
-        """Launches within follow what the step has launched."""
+    def running(self, work: Callable[[], None]) -> Iterator[None]:
+        """Launch `work` after what the step has launched; what is launched within goes on meanwhile.
+
+        What follows, follows both: also after an error, when others need `work`'s buffers, and a capture has to end.
+        """
         if self._stream is None:
+            work()
             yield
             return
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        main = torch.cuda.current_stream()
+        self._stream.wait_stream(main)
+        try:
+            with torch.cuda.stream(self._stream):
+                work()
             yield
-
-    def join(self) -> None:
-        """What the step launches next follows them, too. Once after each `begin`."""
-        if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
+        finally:
+            main.wait_stream(self._stream)
 
 
 class StepGraphs:

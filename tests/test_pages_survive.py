@@ -81,6 +81,21 @@ def test_a_copy_that_fails_at_any_point_fails_its_request_only(make_engine, word
     assert failed >= 4
 
 
+def test_what_is_loaded_from_the_host_has_arrived_there(make_engine, words):
+    """A scorer that is not the engine's makes its digests from the host, also of a page whose copy is under way."""
+    engine = make_engine()
+    engine.complete(engine.prepare(words(300), SHORT))
+    host, transfer, page = engine._runner.host, engine._runner.transfer, engine._prefix.pages()[0]
+    wanted = host.data[page].clone()
+
+    class Late:
+        query, synchronize = (lambda self: False), (lambda self: host.data[page].copy_(wanted))
+
+    host.data[page], host.replica[page], engine._runner.pool.pinned[page] = 0, False, True
+    transfer._in_flight.append(([page], Late()))
+    assert torch.equal(transfer.load(0, np.array([page]))[0], wanted[0])
+
+
 def test_out_of_memory_in_one_request_is_an_error_of_that_request(make_engine, words, monkeypatch):
     engine = make_engine()
     real = type(engine.model.transformer).logits

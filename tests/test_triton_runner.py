@@ -6,6 +6,8 @@ torch runner's.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
@@ -16,12 +18,13 @@ from engine import driven
 from engine.config import EngineConfig, RecallParams, SamplingParams
 from engine.driven import DrivenSteps, Kind
 from engine.engine import Engine
+from engine.errors import EngineError
 from engine.ferry import Ferry
 from engine.model.load import load_model
 from engine.ops import geometry as g
 from engine.ops import triton_pages
 from engine.staged import StagedChunk
-from engine.step_graph import StepGraphs
+from engine.step_graph import Beside, StepGraphs
 from engine.triton_runner import TritonRunner
 from kvring_cli.server.log import ready_lines
 from tests.models import phantom_folder
@@ -271,6 +274,70 @@ def test_a_step_that_fails_half_way_leaves_the_tables_true(pair, monkeypatch):
     engine.audit(deep=True)
     engine.forget()
     assert answer(engine).tokens == wanted
+
+
+def test_a_request_takes_the_slots_of_one_that_ended_in_the_step_before(pair):
+    """Alone it fits in the pool: all its pages come back, where the other's were used last."""
+    results = []
+    for engine in pair(kv_capacity=512):
+        sessions = []
+        for word, tokens in (("keeper", 5), ("river", 2)):
+            prepared = engine.prepare(f"{word}: " + TEXT[:340], SamplingParams(max_tokens=tokens, ignore_eos=True))
+            sessions.append(engine.admit(prepared))
+        while engine.step():
+            pass
+        assert not [event for session in sessions for event in session.outbox if isinstance(event, BaseException)]
+        results.append([session.result().tokens for session in sessions])
+    assert results[0] == results[1]
+
+
+def test_pages_count_as_selected_only_in_the_steps_that_selected_them(pair):
+    """Told of what lexical recall took alone; not again in every step of a window that selects nothing."""
+    text, told = TEXT[:250] + "A zebra ate 4711 apples. " + TEXT[:285] + "\nWhat did a zebra eat?", []
+    for engine in pair(kv_capacity=512):
+        results = []
+        for settings in ({"scorer": "lexical"}, {"prefill": "recall", "decode": "window"}):
+            sampling = SamplingParams(max_tokens=2, ignore_eos=True)
+            results.append(engine.complete(engine.prepare(text, sampling, RecallParams(explain=True, **settings))))
+        told.append([sum(page.selected for page in result.pages) for result in results])
+    assert told[0] == told[1] and all(told[0])
+
+
+def test_a_step_whose_pages_may_not_all_stay_is_an_error(pair):
+    """A new page without a slot would be written before the pool's first byte."""
+    _, engine = pair(kv_capacity=768)
+    session = engine.admit(engine.prepare(TEXT[:316], SamplingParams(max_tokens=8, ignore_eos=True)))
+    while session.pending is None:
+        engine.step()
+    pool = engine._runner.pool
+    unused = np.flatnonzero(engine._runner.host.references == 0)[-8:]
+    pool.pinned[unused] = True  # as if their copies were under way
+    pool.page_in[:, -8:], pool.slot_of[:, unused] = unused, np.arange(pool.slots - 8, pool.slots)
+    while not session.done:
+        engine.step()
+    errors = [event for event in session.outbox if isinstance(event, EngineError)]
+    pool.drop(unused.tolist())
+    assert errors and "may not move" in str(errors[0])
+
+
+def test_what_runs_beside_a_step_is_waited_for_when_the_step_fails(monkeypatch):
+    """Its buffers are the next step's, and a capture with work that nobody joined can't be ended."""
+    order = []
+
+    class Stream:
+        def __init__(self, name) -> None:
+            self.name = name
+
+        def wait_stream(self, other) -> None:
+            order.append(f"{self.name} waits for {other.name}")
+
+    main = Stream("main")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("side"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    with pytest.raises(RuntimeError), Beside(torch.device("cuda")).running(lambda: order.append("work")):
+        raise RuntimeError("stopped half-way")
+    assert order == ["side waits for main", "work", "main waits for side"]
 
 
 @pytest.mark.gpu

@@ -124,6 +124,8 @@ class Transfer:
 
     def load(self, layer: int, pages: np.ndarray) -> torch.Tensor:
         """[n, *layer_page] as stored, on the pool's device, straight from the host; a view where one run serves."""
+        if self._in_flight and not self.host.replica[pages].all():
+            self.settle(wait=True)
         first, count = int(pages[0]), len(pages)
         if count == 1 or (np.diff(pages) == 1).all():
             source = self.host.data[first : first + count, layer]
