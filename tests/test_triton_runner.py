@@ -7,6 +7,7 @@ torch runner's.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,9 +21,13 @@ from engine.driven import DrivenSteps, Kind
 from engine.engine import Engine
 from engine.errors import EngineError
 from engine.ferry import Ferry
+from engine.kv.budget import WindowBudget
+from engine.layout import lay_out
 from engine.model.load import load_model
 from engine.ops import geometry as g
 from engine.ops import triton_pages
+from engine.recall.recall import Recall, RecallSettings
+from engine.recall.window import span
 from engine.staged import StagedChunk
 from engine.step_graph import Beside, StepGraphs
 from engine.triton_runner import TritonRunner
@@ -318,6 +323,18 @@ def test_a_step_whose_pages_may_not_all_stay_is_an_error(pair):
     errors = [event for event in session.outbox if isinstance(event, EngineError)]
     pool.drop(unused.tolist())
     assert errors and "may not move" in str(errors[0])
+
+
+@pytest.mark.parametrize(("requests", "past", "own"), [(1, 30, 1), (2, 30, 2), (4, 3, 1), (6, 9, 1), (3, 9, 3)])
+def test_however_small_a_share_is_what_is_always_seen_is_seen(requests, past, own):
+    """With a page for each of many requests there was less than no room to select: a window lost its newest page."""
+    budget = WindowBudget(pool=6, sink=1, selection=2, recent=2, free=1).part(requests)
+    recall = Recall(RecallSettings("token", budget=2, neighbors=1, query_tail=64), *[None] * 4)
+    step = SimpleNamespace(recall=recall, mode="recall", budget=budget)
+    layout = lay_out(SimpleNamespace(step=step, past=past, own=range(own), identity=False))
+    room = min(2, budget.pool - budget.free - budget.always - own - 1)
+    assert layout.fixed.tolist() == span(past, own, budget, room).window(np.arange(0)).tolist()
+    assert layout.fixed[-1] == past - 1 and layout.window == len(layout.fixed) + max(0, room)
 
 
 def test_what_runs_beside_a_step_is_waited_for_when_the_step_fails(monkeypatch):
