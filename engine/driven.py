@@ -258,9 +258,10 @@ class DrivenSteps:
     def _check_room(self, frame: Frame, layout: Layout, everything: bool) -> None:
         """The window, the own pages and what may not move must fit; where copies to the host are in the way, wait."""
         seen = 0 if everything and not frame.identity else layout.window
-        need = seen + len(frame.own)
+        need, pinned = seen + len(frame.own), self.pool.pinned
+        certain = frame.ids if frame.identity else np.concatenate([frame.own, frame.ids[layout.fixed]])
         for wait in (True, False):
-            others = int(self.pool.pinned.sum()) - len(frame.own)
+            others = int(pinned.sum()) - int(pinned[certain].sum())
             if need + others <= self.pool.slots:
                 return
             if wait:

@@ -169,6 +169,26 @@ def test_second_turns_compute_a_question_and_a_half_page_and_go_on_from_each_oth
         engine.close()
 
 
+def test_a_burst_of_others_work_spoils_one_of_a_cards_two_answers(monkeypatch):
+    """One lasted 0.1 s on a shared H200, and attention seemed three times slower."""
+    from kvring_cli.calibration import samples
+    from kvring_cli.calibration.standin import Size, stand_in
+
+    asked = []
+
+    def timed(engine, text, sampling, recall):
+        asked.append(sampling.max_tokens)
+        token = 0.009 if asked.count(48) % 3 == 2 else 0.002  # an answer at the end of `_run`; a later one is quiet
+        return samples.Run(((256.0, 1.0), (768.0, 2.0)), token, 1.0, 96, 0)
+
+    monkeypatch.setattr(samples, "_timed", timed)
+    monkeypatch.setattr(samples, "_on_card", lambda engine: True)
+    lengths = samples.Lengths(short=1280, long=2048, pool=1024, chunk=128)
+    found = samples.sample(stand_in(Size(64, 64, 2, 1, 64, 2), CPU, torch.float32), lengths)
+    assert asked[2:12] == [48, 48, *[1] * 7, 48] and asked.count(48) == 3 * len(lengths.contexts)
+    assert len({*found.token.values()}) == 1 and max(found.token.values()) <= 0.002
+
+
 def test_a_part_that_fails_is_named_and_the_rest_is_kept(monkeypatch):
     from kvring_cli import calibration
     from kvring_cli.calibration import rates, routes

@@ -325,6 +325,23 @@ def test_a_step_whose_pages_may_not_all_stay_is_an_error(pair):
     assert errors and "may not move" in str(errors[0])
 
 
+def test_copies_of_what_is_seen_anyway_are_not_waited_for(pair, monkeypatch):
+    """Pages on their way to the host hold no slots beside those that the step needs: a first token would wait 45 ms."""
+    _, engine = pair(kv_capacity=768)
+    session = engine.admit(engine.prepare(TEXT[:560], SamplingParams(max_tokens=9, ignore_eos=True)))
+    while session.pending is None:
+        engine.step()
+    pool, transfer = engine._runner.pool, engine._runner.transfer
+    past = session.sequence.pages[:-1]
+    assert len(past) > pool.slots // 2
+    pool.pinned[past] = True  # as if their copies were under way
+    with monkeypatch.context() as patch:
+        patch.setattr(transfer, "settle", lambda wait=False: pytest.fail("it waits") if wait else None)
+        engine.step()
+    pool.pinned[past] = False
+    engine.cancel(session)
+
+
 @pytest.mark.parametrize(("requests", "past", "own"), [(1, 30, 1), (2, 30, 2), (4, 3, 1), (6, 9, 1), (3, 9, 3)])
 def test_however_small_a_share_is_what_is_always_seen_is_seen(requests, past, own):
     """With a page for each of many requests there was less than no room to select: a window lost its newest page."""
