@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
+import weakref
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import engine.engine
 from engine.config import EngineConfig
 from gates import climb as climbing
 from gates.climb import Rung, Stopped, climb, expected, too_much
@@ -86,3 +89,20 @@ def test_without_matplotlib_a_plot_is_refused_before_the_measurement(monkeypatch
 def test_a_swept_boolean_keeps_its_value():
     on, off = cases("reuse=on,off", {}, {})
     assert (on.flags["reuse"], off.flags["reuse"], off.label) == (True, False, "reuse off")
+
+
+def test_a_model_is_let_go_before_the_next_form_of_it_is_loaded(monkeypatch):
+    """On a card both may not fit together; and the first's bytes counted as what the second needs beside weights."""
+    load, before, models = engine.engine.load_model, [], []
+
+    def loading(*arguments):
+        gc.collect()
+        before.append(sum(model() is not None for model in models))
+        loaded = load(*arguments)
+        models.append(weakref.ref(loaded.transformer))
+        return loaded
+
+    monkeypatch.setattr(engine.engine, "load_model", loading)
+    line = ["-m", "random:tiny", "--contexts", "300", "--parts", "recall", "--tokens", "2", "--prefill-chunk", "128"]
+    assert call(["bench", "rates", *line, "--kv-capacity", "1024", "--sweep", "weights=dense,q8_0"]) == 0
+    assert before == [0, 0]

@@ -57,12 +57,14 @@ def rates(
     for number, case in enumerate(swept):
         config = settle(model, case.flags, verbose).config
         device = resolve_device(config.device)
+        if case.reload:
+            model_ = None  # not beside the one that is loaded next
         if floors is None or case.reload:
             floors = measure_floors(device, resolve_dtype(config.dtype, device, config.model))
             console.write(floors.lines() + "\n\n")
         if number == 0:
             console.write(header(COLUMNS, bool(sweep)))
-        bench = Bench(config, floors, lambda line: console.say(line, "dim"), None if case.reload else model_)
+        bench = Bench(config, floors, lambda line: console.say(line, "dim"), model_)
         for row in _rows(bench, lengths, chosen, tokens, fill):
             rows.append(replace(row, setting=case.label))
             console.write(_line(rows[-1], bool(sweep)) + "\n")
