@@ -39,6 +39,7 @@ from engine.routes import attention_key
 from engine.scheduler import QUESTION_CHUNK
 from engine.step import Frame
 from engine.step_graph import Beside, StepGraphs
+from engine.step_state import StepState
 
 SCORERS = ("fused", "token", "lexical")
 
@@ -119,15 +120,7 @@ class DrivenSteps:
         self._role = torch.zeros(self._pages, dtype=torch.uint8, device=device)
         self._why = torch.zeros(layers, self._pages, dtype=torch.uint8, device=device)
         self._bars = ints(layers, shape.kv_heads) - 1
-        self._counters = torch.zeros(g.COUNTERS, dtype=torch.int64, device=device)
-        self._geometry = ints(g.GEOMETRY)
-        self._token = torch.zeros(1, dtype=torch.int64, device=device)
-        pin = device.type == "cuda"
-        self._geometry_in = torch.zeros(g.GEOMETRY, dtype=torch.int32, pin_memory=pin)
-        self._token_in = torch.zeros(1, dtype=torch.int64, pin_memory=pin)
-        self._counters_out = torch.zeros(g.COUNTERS, dtype=torch.int64, pin_memory=pin)
-        self._counted = np.zeros(g.COUNTERS, dtype=np.int64)
-        self._done: torch.cuda.Event | None = None
+        self._state = StepState(device)
         self._last: Frame | None = None
         self._recall: Recall | None = None
         self._laid: tuple | None = None
@@ -194,11 +187,7 @@ class DrivenSteps:
         if self._last is None:
             return
         frame, self._last = self._last, None
-        if self._done is not None:
-            self._done.synchronize()
-        now = self._counters_out.numpy()
-        fetched, streamed = (now - self._counted).tolist()
-        self._counted = now.copy()
+        fetched, streamed = self._state.counted()
         size = (fetched + streamed) * self.pool.shape.layer_page_bytes
         moved = TransferStats(layer_pages_fetched=fetched, layer_pages_streamed=streamed, bytes_fetched=size)
         for stats in (self.transfer.stats, frame.step.trace.moved):
@@ -280,27 +269,28 @@ class DrivenSteps:
         self._recall = self._laid = None
 
     def _set_state(self, frame: Frame, layout: Layout) -> None:
-        """What differs from token to token. The graph copies it to the device itself."""
-        if self._done is not None:
-            self._done.synchronize()  # the step before has read its own
+        """What differs from token to token."""
         self.pool.begin_step()
-        state = self._geometry_in.numpy()
-        state[g.PAST], state[g.FIRST], state[g.OWN] = frame.past, frame.first_row, len(frame.own)
-        state[g.WINDOW], state[g.LEFT], state[g.DEPTH] = layout.window, layout.left, layout.depth
-        farthest = frame.step.budget.pool - len(frame.own) if self.compact else self._pages
-        state[g.FARTHEST], state[g.TICK], state[g.STEADY] = farthest, self.pool.tick, layout is self._attended
-        if len(frame.step.tokens) == 1:
-            self._token_in[0] = frame.step.tokens[0]
-        else:
-            self._tokens = self._upload(np.asarray(frame.step.tokens, dtype=np.int64))
+        words = {
+            g.PAST: frame.past,
+            g.FIRST: frame.first_row,
+            g.OWN: len(frame.own),
+            g.WINDOW: layout.window,
+            g.LEFT: layout.left,
+            g.DEPTH: layout.depth,
+            g.FARTHEST: frame.step.budget.pool - len(frame.own) if self.compact else self._pages,
+            g.TICK: self.pool.tick,
+            g.STEADY: layout is self._attended,
+        }
+        self._state.tell(frame.step.tokens, words)
 
     def _open(self, frame: Frame) -> None:
-        self._geometry.copy_(self._geometry_in, non_blocking=True)
+        self._state.send()
         fresh = self._upload(np.asarray(frame.fresh, dtype=np.int32))
-        triton_slots.open_pages(fresh, self.pool.data, self.tables.device, self._misses.places, self._geometry)
+        triton_slots.open_pages(fresh, self.pool.data, self.tables.device, self._misses.places, self._state.geometry)
 
     def _upload(self, array: np.ndarray) -> Tensor:
-        return upload(array, self._counters.device)
+        return upload(array, self.pool.data.device)
 
     # --- the launches ---------------------------------------------------------------------------------------------
 
@@ -310,18 +300,13 @@ class DrivenSteps:
 
         logits, how = self.graphs.run(kind, launch) if kind.tokens == 1 else (launch(), "eager")
         self.steps[f"{kind.name}, {how}"] += 1
-        if self._counters.is_cuda:
-            self._done = self._done or torch.cuda.Event()
-            self._done.record()
+        self._state.launched()
         return logits
 
     def _launch(self, kind: Kind) -> Tensor | None:
-        self._geometry.copy_(self._geometry_in, non_blocking=True)
-        if kind.tokens == 1:
-            self._token.copy_(self._token_in, non_blocking=True)
-        tokens = self._token if kind.tokens == 1 else self._tokens
+        tokens = self._state.send()
         hidden = self.model.forward(tokens, lambda layer, q, k, v: self._attend(kind, layer, q, k, v), TRITON)
-        self._counters_out.copy_(self._counters, non_blocking=True)
+        self._state.fetch()
         if kind.rows == "none":
             return None
         return self.model.logits(hidden[-1:] if kind.rows == "last" else hidden)
@@ -329,8 +314,8 @@ class DrivenSteps:
     def _attend(self, kind: Kind, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         pool, turned, rope = self.pool.data[layer], self._turned[: kind.tokens], self.model.rope
         tables, host = self.tables.device.layer(layer), self.host.data[:, layer]
-        page = self.pool.shape.form.layout
-        triton_pages.append(q, k, v, turned, pool, tables.slot_of, self._ids, self._geometry, self._offsets, page)
+        page, state, counters = self.pool.shape.form.layout, self._state.geometry, self._state.counters
+        triton_pages.append(q, k, v, turned, pool, tables.slot_of, self._ids, state, self._offsets, page)
         window = None if kind.everything else self._windows[layer]
         seen = (
             turned,
@@ -339,16 +324,16 @@ class DrivenSteps:
             tables.slot_of,
             self._ids,
             window,
-            self._geometry,
+            state,
             self._turns,
-            self._counters,
+            counters,
             rope.score_scale,
             self.compact,
             page,
         )
         if kind.everything:
             return self._attention(*seen, dtype=q.dtype)
-        choice, state, misses = self._choice, self._geometry, self._misses.layer(layer)
+        choice, misses = self._choice, self._misses.layer(layer)
 
         def early() -> None:
             self._attention.attend(*seen, dtype=q.dtype, when="early")
@@ -359,8 +344,7 @@ class DrivenSteps:
                 self._scores(turned[-QUERY_ROWS:], *codes, self._ids, state, self._turns, rope.score_scale)
                 triton_select.rank(self._scores, self._bars[layer], why, self._role, choice, state, HYSTERESIS, WORTH)
                 triton_select.pick(self._scores, self._role, why, choice, state, kind.neighbors)
-            fixed, counters = self._fixed, self._counters
-            triton_slots.bring(fixed, choice, window, self._ids, tables, misses, state, counters, self.compact)
+            triton_slots.bring(self._fixed, choice, window, self._ids, tables, misses, state, counters, self.compact)
             if not kind.ferried:
                 triton_pages.gather(host, pool, misses.pages, misses.places, misses.count, self._gather_units)
         if kind.ferried:

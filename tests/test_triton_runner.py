@@ -172,7 +172,7 @@ def test_every_step_attends_to_what_is_fixed_and_what_was_chosen_for_it(pair, mo
             assert sorted(window) == sorted({*layout.fixed.tolist(), *chosen.tolist()})
             assert positions == "absolute" or window == sorted(window)
             assert (slot_of[layer, ids[window]] >= 0).all()
-        steady.append(int(self._geometry[g.STEADY]))
+        steady.append(int(self._state.geometry[g.STEADY]))
         return logits
 
     monkeypatch.setattr(DrivenSteps, "step", checked)
@@ -188,7 +188,7 @@ def test_attending_ahead_of_the_choice_changes_no_bit(pair, monkeypatch, held):
 
     def kept(self, frame):
         logits[ahead].append(step(self, frame).clone())
-        changed.append(int(self._choice.changed) if self._geometry[g.STEADY] else None)
+        changed.append(int(self._choice.changed) if self._state.geometry[g.STEADY] else None)
         return logits[ahead][-1]
 
     monkeypatch.setattr(DrivenSteps, "step", kept)
