@@ -50,7 +50,9 @@ class Shape(Weighed):
         plain = 8.0 * dtype.itemsize
         if self.source is None:
             kind = TYPES.get(weights.upper())
-            return held_bits(kind, device, dtype) if kind else min(plain, self.weight_bits)
+            if kind:
+                return held_bits(kind, device, dtype)
+            return plain if self.weight_bits == 16 else min(plain, self.weight_bits)  # published in 16 bits: dense
         from engine.model.load import quantised
 
         source = quantised(self.source, weights).source

@@ -71,6 +71,10 @@ def test_a_sweep_runs_every_value_and_shows_it(tmp_path, capsys):
         ("context --max-context 4096", "decided by this command"),
         ("context --contexts 8X", "256 tokens or more"),
         ("context --plot curve.jpg", "PNG"),
+        ("context --fill magic", "one of auto"),
+        ("rates --fill magic", "one of exact"),
+        ("rates --parts ,", "one of prefill"),
+        ("kernels --parts ,", "one of"),
     ],
 )
 def test_what_would_do_nothing_is_refused_before_anything_is_loaded(words, said, capsys):

@@ -39,6 +39,17 @@ def test_the_most_bits_are_taken_that_leave_room_for_a_context(gib):
     assert all(largest < ENOUGH for largest in more) and plan.largest >= max([*more, min(ENOUGH, plan.largest)])
 
 
+@pytest.mark.parametrize("asks", ["4096", "64K", "128K", "150K"])
+def test_a_line_that_asks_for_less_context_keeps_more_bits(asks):
+    model, facts = "random:qwen3-14b", pc(16)
+    line = [*line_of(facts, model), "--max-context", asks]
+    weights, plan = fewer_bits(model, facts, line, {})
+    fits = [name for name in TYPES if plan_line(model, facts, [*line, "--weights", name], {}).capacity is not None]
+    assert plan.capacity.context >= int(asks.replace("K", "")) and weights in fits
+    if asks in ("4096", "64K"):
+        assert weights == fits[0] != fewer_bits(model, facts, line[:-2], {})[0]
+
+
 def test_a_larger_card_never_gets_fewer_bits():
     taken = [fewer_bits(BIG, pc(gib), line_of(pc(gib), BIG), {})[0] for gib in (8, 10, 12, 16)]
     assert [TYPES.index(name) for name in taken] == sorted((TYPES.index(name) for name in taken), reverse=True)

@@ -42,6 +42,14 @@ def test_published_sizes_give_the_published_bytes(name, kib, billions):
     assert PUBLISHED["27b-2.1bit"].parameters / 1e9 == pytest.approx(27, abs=0.1)
 
 
+def test_what_was_published_in_16_bits_takes_32_where_float32_computes():
+    config = EngineConfig(model="", device="cpu", dtype="float32")
+    shape = PUBLISHED["qwen3-8b"]
+    plan = make_plan(shape, here(laptop(memory=HostMemory(64 * GIB, 60 * GIB)), config), config)
+    assert plan.weight_bytes == 4 * shape.parameters and plan.capacity is not None
+    assert make_plan(shape, here(laptop(memory=HostMemory(32 * GIB, 28 * GIB)), config), config).capacity is None
+
+
 def test_every_card_and_model_is_in_the_table_as_it_is_published_and_quantised():
     rows = overview(None, None, None)
     assert {row["card"] for row in rows} == {preset.typical for preset in presets().values()}

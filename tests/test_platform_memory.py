@@ -110,6 +110,16 @@ def test_the_limit_of_every_control_group_around_counts(tmp_path, within, versio
     assert Linux(machine(tmp_path, files)).memory() == HostMemory(4 * GIB, 2 * GIB)
 
 
+@pytest.mark.parametrize(
+    ("used", "cache", "left"),
+    [("max", "1", 4), ("", "", 4), (3 * GIB, "x", 1), (3 * GIB, 5 * GIB, 4), (9 * GIB, 0, 0)],
+    ids=["no count", "empty files", "no cache that is a count", "more cache than use", "more use than the limit"],
+)
+def test_odd_counts_of_a_group_end_nothing_and_give_no_more_than_its_limit(tmp_path, used, cache, left, monkeypatch):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=64 * GIB, available=60 * GIB))
+    assert Linux(machine(tmp_path, group("", 4 * GIB, used, cache))).memory() == HostMemory(4 * GIB, left * GIB)
+
+
 @pytest.mark.parametrize("version", UNLIMITED)
 def test_a_group_without_a_limit_leaves_the_machines_memory(tmp_path, version, monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=64 * GIB, available=60 * GIB))

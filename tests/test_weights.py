@@ -82,6 +82,18 @@ def test_a_truncated_safetensors_file_is_refused_with_its_byte_counts(folder: Pa
         assert f"is cut short: {len(whole) + keep} bytes, its table promises {len(whole)}" in error.message
 
 
+def test_a_file_that_the_system_does_not_map_is_refused_with_its_size(folder: Path, monkeypatch) -> None:
+    """As met with one file of 30 GiB on a machine of 24: torch's own error is no reason to end with a traceback."""
+
+    def refuse(file, framework):
+        raise RuntimeError("unable to mmap: Cannot allocate memory (12)")
+
+    monkeypatch.setattr("engine.weights.safetensors.safe_open", refuse)
+    error = refusal(folder)
+    assert "model.safetensors" in error.message and "Cannot allocate memory" in error.message
+    assert "max_shard_size" in error.fix
+
+
 def test_bytes_behind_the_tensors_are_refused(folder: Path) -> None:
     size = (folder / "model.safetensors").stat().st_size
     with (folder / "model.safetensors").open("ab") as stream:

@@ -26,6 +26,12 @@ def limits(read: Callable[[str], str]) -> Iterator[tuple[int, int]]:
         for group in (own, *own.parents):
             folder = f"sys/fs/cgroup/{controller}{group}"
             limit, used, stat = (read(f"{folder}/{name}") for name in (most, charged, "memory.stat"))
-            if limit.isdigit():
-                cache = next((line.split()[1] for line in stat.splitlines() if line.startswith(f"{dropped} ")), 0)
-                yield int(limit), max(0, int(limit) - int(used or 0) + int(cache))
+            if limit.isdecimal():
+                cache = next((line for line in stat.splitlines() if line.startswith(f"{dropped} ")), "")
+                held = max(0, _bytes(used) - _bytes(cache.removeprefix(dropped)))
+                yield int(limit), max(0, int(limit) - held)
+
+
+def _bytes(text: str) -> int:
+    """A count in a file; 0 where it says something else."""
+    return int(text) if text.strip().isdecimal() else 0

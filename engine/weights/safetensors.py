@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.errors import ModelError
+from engine.units import format_bytes
 
 _ITEM = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # dtypes that are loaded, and the bytes of a value
 _LONGEST_TABLE = 100_000_000  # bytes; the format's own limit
@@ -103,6 +104,11 @@ def _read_table(file: Path) -> dict[str, _Entry]:
         state = "cut short" if promised is not None and size < promised else "damaged"
         expected = "" if promised in (None, size) else f", its table promises {promised}"
         raise ModelError(f"{file} is {state}: {size} bytes{expected} ({error})", "download it again") from None
+    except (RuntimeError, MemoryError) as error:  # torch maps it so that the system counts all of it as memory
+        raise ModelError(
+            f"{file} is {format_bytes(file.stat().st_size)} in one piece, and this system won't map it ({error})",
+            "more swap, or save it in shards: save_pretrained(folder, max_shard_size='2GB')",
+        ) from None
     entries = {}
     for name in opened.keys():  # noqa: SIM118 (the handle is no mapping)
         part = opened.get_slice(name)

@@ -47,12 +47,13 @@ def context(
     from gates.climb import Rung, climb
     from kvring_cli.start import settle
 
-    console.write(header(COLUMNS, bool(sweep)))
     found: list[tuple[str, Rung]] = []
     ends = {}
-    for case in swept:
+    for number, case in enumerate(swept):
         last = None
         config = settle(model, case.flags, verbose).config
+        if number == 0:
+            console.write(header(COLUMNS, bool(sweep)))
         for step in climb(config, lengths, tokens, fill, lambda line: console.say(line, "dim")):
             if not isinstance(step, Rung):
                 ends[case.label] = step

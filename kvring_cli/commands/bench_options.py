@@ -39,9 +39,9 @@ def length(text: str) -> int:
 
 
 def known(text: str, names: tuple[str, ...], flag: str) -> list[str]:
-    """The parts of a list with commas; bad usage where one is none of `names`."""
+    """The parts of a list with commas, one at least; bad usage where one is none of `names`."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
-    for part in parts:
+    for part in parts or [""]:
         if part not in names:
             raise typer.BadParameter(f"'{part}' is not one of {', '.join(names)}", param_hint=flag)
     return parts

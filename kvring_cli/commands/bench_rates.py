@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 PARTS = ("prefill", "window", "recall", "exact", "dense", "second")
 COLUMNS = ("what", "context", "tok/s", "ms", "of the floor", "GB/s or TFLOP/s", "fetched a step", "beside weights")
 DECIDED = {"max_context": "--contexts 8K,32K", "prefill": "--fill", "decode": "--parts recall,exact,dense"}
+FILLS = ("exact", "window")
 PEERS = ("transformers", "transformers-offloaded")
 
 
@@ -32,7 +33,7 @@ def rates(
     contexts: Contexts = "8K,32K",
     parts: Annotated[str, typer.Option("--parts", help=f"Of {', '.join(PARTS)}.")] = "prefill,recall,second",
     tokens: Decoded = 64,
-    fill: Annotated[str, typer.Option("--fill", help="How documents are computed before a decode.")] = "window",
+    fill: Annotated[str, typer.Option("--fill", help=f"Documents before a decode: {' or '.join(FILLS)}.")] = "window",
     peer: Annotated[str | None, typer.Option("--peer", help=" or ".join(PEERS) + ", with commas.")] = None,
     output: Rows = None,
     sweep: Sweep = None,
@@ -48,7 +49,8 @@ def rates(
     from kvring_cli.start import settle
 
     lengths = [length(part) for part in contexts.split(",")]
-    chosen, peers = known(parts, PARTS, "--parts"), known(peer or "", PEERS, "--peer")
+    chosen, peers = known(parts, PARTS, "--parts"), [] if peer is None else known(peer, PEERS, "--peer")
+    known(fill, FILLS, "--fill")
     swept = cases(sweep, flags, DECIDED)
     check_plot(plot)
     check_json(output)
