@@ -42,6 +42,8 @@ from engine.step_graph import Beside, StepGraphs
 from engine.step_state import StepState
 
 SCORERS = ("fused", "token", "lexical")
+ALIGNED = 4
+"""Numbers to a row of which one is used: kernels are compiled for addresses that are multiples of 16 bytes."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,7 @@ class DrivenSteps:
         self._ferry = None if self.in_place else Ferry(pool, host, self._misses, transfer.stats, self._gather_units)
         self._fixed, self._windows = ints(slots), ints(layers, slots)
         self._choice = triton_select.Choice.empty(slots, device)
+        self._restless = ints(layers, ALIGNED)
         self._beside = Beside(device)
         self._ids = ints(pages + own)
         self._role = torch.zeros(self._pages, dtype=torch.uint8, device=device)
@@ -333,10 +336,10 @@ class DrivenSteps:
         )
         if kind.everything:
             return self._attention(*seen, dtype=q.dtype)
-        choice, misses = self._choice, self._misses.layer(layer)
+        choice, misses, restless = self._choice, self._misses.layer(layer), self._restless[layer]
 
         def early() -> None:
-            self._attention.attend(*seen, dtype=q.dtype, when="early")
+            self._attention.attend(*seen, dtype=q.dtype, when="early", doubt=restless)
 
         with self._beside.running(early) if kind.ahead else nullcontext():
             if kind.scored:
@@ -344,12 +347,14 @@ class DrivenSteps:
                 self._scores(turned[-QUERY_ROWS:], *codes, self._ids, state, self._turns, rope.score_scale)
                 triton_select.rank(self._scores, self._bars[layer], why, self._role, choice, state, HYSTERESIS, WORTH)
                 triton_select.pick(self._scores, self._role, why, choice, state, kind.neighbors)
-            triton_slots.bring(self._fixed, choice, window, self._ids, tables, misses, state, counters, self.compact)
+            triton_slots.bring(
+                self._fixed, choice, restless, window, self._ids, tables, misses, state, counters, self.compact
+            )
             if not kind.ferried:
                 triton_pages.gather(host, pool, misses.pages, misses.places, misses.count, self._gather_units)
         if kind.ferried:
             self._ferry.fetch(layer, self.graphs.between)
-        return self._attention(*seen, dtype=q.dtype, changed=choice.changed if kind.ahead else None)
+        return self._attention(*seen, dtype=q.dtype, redo=choice.redo if kind.ahead else None)
 
     # --- explaining -----------------------------------------------------------------------------------------------
 

@@ -106,7 +106,8 @@ def test_ranks_and_picks_choose_what_the_reference_chooses(seed, compact):
     )
     triton_select.rank(scores, bars, why, role, choice, state, HYSTERESIS, WORTH)
     triton_select.pick(scores, role, why, choice, state, neighbors)
-    triton_slots.bring(ints(fixed), choice, window, ints(ids), tables, misses, state, counters, compact)
+    restless = ints([seed % 2])
+    triton_slots.bring(ints(fixed), choice, restless, window, ints(ids), tables, misses, state, counters, compact)
 
     expected = np.sort(np.concatenate([wanted, np.flatnonzero(always)]))
     got = window[: len(expected)].tolist()
@@ -114,7 +115,15 @@ def test_ranks_and_picks_choose_what_the_reference_chooses(seed, compact):
     assert np.flatnonzero(why.cpu().numpy()[:past]).tolist() == wanted.tolist()
     check_claims(before, tables, misses, ids[expected], 9)
     assert int(counters[g.FETCHED]) == int(misses.count)
-    assert bool(choice.changed) == (set(np.setdiff1d(held, taken)) != set(np.setdiff1d(wanted, taken)))
+    changed = set(np.setdiff1d(held, taken)) != set(np.setdiff1d(wanted, taken))
+    assert bool(choice.changed) == bool(restless) == changed and choice.redo
+    choice.changed.zero_()
+    choice.pages.fill_(-9)  # a window that stays is not built again
+    state[g.STEADY] = 1
+    for before in (1, 0):
+        restless.fill_(before)
+        triton_slots.bring(ints(fixed), choice, restless, window, ints(ids), tables, misses, state, counters, compact)
+        assert (bool(choice.redo), int(restless)) == (bool(before), 0) and window[: len(expected)].tolist() == got
 
 
 def random_tables(random, pages: int, slots: int, mine: np.ndarray, tick: int) -> triton_slots.Tables:

@@ -189,7 +189,7 @@ def test_attending_ahead_of_the_choice_changes_no_bit(pair, monkeypatch, held):
 
     def kept(self, frame):
         logits[ahead].append(step(self, frame).clone())
-        changed.append(int(self._choice.changed) if self._state.geometry[g.STEADY] else None)
+        changed.append((int(self._state.geometry[g.STEADY]), *self._restless[:, 0].tolist()))
         return logits[ahead][-1]
 
     monkeypatch.setattr(DrivenSteps, "step", kept)
@@ -197,7 +197,7 @@ def test_attending_ahead_of_the_choice_changes_no_bit(pair, monkeypatch, held):
         monkeypatch.setattr(Kind, "ahead", property(lambda kind, ahead=ahead: ahead and kind.scored))
         _, engine = pair(kv_capacity=768)
         answer(engine)
-    assert all(map(torch.equal, *logits.values())) and (0 if held else 1) in changed
+    assert all(map(torch.equal, *logits.values())) and ((1, 0, 0) if held else (1, 1, 1)) in changed
 
 
 def test_what_the_host_brings_is_what_kernels_would_have_read(pair, monkeypatch):

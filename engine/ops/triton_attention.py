@@ -2,7 +2,7 @@
 
 Few query rows against the pages of a window, split along it; a second kernel merges the splits by their log-sum-exp.
 While scores are still choosing, the window of the step before can be attended to: what comes of it counts if they
-choose the same pages, as they mostly do, and else is done again.
+choose the same pages, as they mostly do, and else is done again. Where they did not in the step before, it waits.
 The query is rotated once per page by the page's distance (`ops/attention.py` says why), so keys are read as stored.
 Reference: `PartialAttention` of ops/attention.py.
 """
@@ -66,7 +66,7 @@ def _attend(
     slot_of,  # int32 [page]
     ids,  # int32 [logical page]
     window,  # int32 [n]: logical pages; not read where ALL
-    changed,  # int32 [1]: whether `window` is another than in the step before; not read where WHEN is "once"
+    doubt,  # int32 [1]: early, not 0: not to begin; late, 0: nothing is to be done; not read where WHEN is "once"
     geometry,
     cos,  # float32 [reach * 2 + 1, DIM / 2], row `reach` is distance 0
     sin,
@@ -99,10 +99,10 @@ def _attend(
 ):
     await_results(FOLLOW)
     if WHEN != "once":
-        ready = tl.load(geometry + STEADY) != 0
-        if WHEN == "late":
-            ready = ready & (tl.load(changed) == 0)
-        if ready == (WHEN == "late"):
+        idle = tl.load(doubt) == 0
+        if WHEN == "early":
+            idle = (tl.load(geometry + STEADY) == 0) | (tl.load(doubt) != 0)
+        if idle:
             return
     split, kv_head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -212,12 +212,12 @@ class PagedAttention:
         blocks = -(-tokens * (self.heads // self.kv_heads) // self._rows(tokens))
         return max(1, self.units // (self.kv_heads * blocks))
 
-    def __call__(self, q: Tensor, *seen: Any, dtype: torch.dtype, changed: Tensor | None = None) -> Tensor:
+    def __call__(self, q: Tensor, *seen: Any, dtype: torch.dtype, redo: Tensor | None = None) -> Tensor:
         """q [T, heads, dim] -> [T, heads, dim] of `dtype`. seen: the further arguments of `attend`.
 
-        changed: after an `attend` ahead, what the scores chose since (`Choice.changed`).
+        redo: after an `attend` ahead, whether what came of it counts (`Choice.redo`).
         """
-        self.attend(q, *seen, dtype=dtype, when="once" if changed is None else "late", changed=changed)
+        self.attend(q, *seen, dtype=dtype, when="once" if redo is None else "late", doubt=redo)
         tokens = q.shape[0]
         splits = self._splits(tokens)
         out = torch.empty(tokens, self.heads, self.dim, dtype=dtype, device=q.device)
@@ -252,12 +252,12 @@ class PagedAttention:
         *,
         dtype: torch.dtype,
         when: str,
-        changed: Tensor | None = None,
+        doubt: Tensor | None = None,
     ) -> None:
         """The first kernel: the splits, which a call merges. Shapes and words as in the kernel.
 
         window None: all past pages. host: the layer's part of a pinned store, where cold pages may be met; None: every
-        page seen is resident. when: `once`; `early`: if windows are steady; `late`: if early ones were not these.
+        page seen is resident. when: `once`; `early`, unless `doubt` or windows are not steady; `late`, if `doubt`.
         """
         tokens = q.shape[0]
         splits, rows = self._splits(tokens), self._rows(tokens)
@@ -270,7 +270,7 @@ class PagedAttention:
             slot_of,
             ids,
             ids if window is None else window,
-            ids if changed is None else changed,
+            ids if doubt is None else doubt,
             geometry,
             turns.cos,
             turns.sin,

@@ -196,10 +196,11 @@ class Choice:
 
     pages: Tensor  # int32 [most]: logical, the first LEFT count
     changed: Tensor  # int32 [1]: not 0 if they are others than in the step before
+    redo: Tensor  # int32 [1]: not 0 if attention that began before they were known does not count
 
     @classmethod
     def empty(cls, most: int, device: torch.device) -> Choice:
-        return cls(*(torch.zeros(size, dtype=torch.int32, device=device) for size in (most, 1)))
+        return cls(*(torch.zeros(size, dtype=torch.int32, device=device) for size in (most, 1, 1)))
 
 
 def rank(

@@ -62,6 +62,8 @@ def _bring(
     fixed,  # int32 [pages]: logical, those that are seen whatever scores choose
     chosen,  # int32 [pages]: logical, those that scores chose
     changed,  # int32 [1]: not 0 if those are others than in the step before
+    restless,  # int32 [1]: `changed` of this layer's step before; out, of this one
+    redo,  # int32 [1]: out, not 0 if attention did not begin early, or over another window
     window,  # int32 [slots]: both; out unless it holds them from the step before; in order where SORT
     ids,
     slot_of,  # int32 [page]
@@ -84,7 +86,11 @@ def _bring(
     seen = index < count
     page = tl.load(window + index, mask=index < slots, other=0)  # beyond `count` too: not to wait for it
     page = tl.where(seen, page, 0)
-    if (tl.load(geometry + STEADY) == 0) | (tl.load(changed) != 0):
+    other = tl.load(changed) != 0
+    anew = (tl.load(geometry + STEADY) == 0) | other
+    tl.store(redo, (anew | (tl.load(restless) != 0)).to(tl.int32))
+    tl.store(restless, other.to(tl.int32))
+    if anew:
         given = count - tl.load(geometry + LEFT)
         page = tl.load(fixed + index, mask=index < given, other=0)
         page += tl.load(chosen + index - given, mask=seen & (index >= given), other=0)
@@ -195,6 +201,7 @@ class Misses:
 def bring(
     fixed: Tensor,
     choice: Choice,
+    restless: Tensor,
     window: Tensor,
     ids: Tensor,
     tables: Tables,
@@ -204,12 +211,18 @@ def bring(
     sort: bool,
 ) -> None:
     """Set `window` to the fixed and the chosen pages, touch the resident ones of it and claim slots for the cold ones,
-    whose bytes are still to be fetched. A window that holds these pages from the step before stays as it is."""
+    whose bytes are still to be fetched. A window that holds these pages from the step before stays as it is.
+
+    restless int32 [1 or more]: of the layer, whether its pages changed in the step before; what it says is renewed, and
+    `choice.redo` says whether attention that began early counts.
+    """
     slots = tables.page_in.shape[0]
     _bring[(1,)](
         fixed,
         choice.pages,
         choice.changed,
+        restless,
+        choice.redo,
         window,
         ids,
         tables.slot_of,
