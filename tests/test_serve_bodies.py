@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import http.client
+import socket
 import threading
 import time
 from random import Random
@@ -178,6 +180,26 @@ def test_a_body_over_the_limit_is_413_whether_its_size_is_told_or_not(live):
             yield b" " * (1 << 20)
 
     error(live.http.post(CHAT, content=pieces()), 413, "request_too_large")
+
+
+@pytest.mark.parametrize("chunked", [False, True], ids=["told", "in chunks"])
+@pytest.mark.parametrize(("path", "size", "status"), [(CHAT, 20 << 20, 413), ("/v1/nothing", 10 << 20, 404)])
+def test_a_client_that_reads_only_after_it_sent_all_sees_why_it_was_refused(live, path, size, status, chunked):
+    """Python's urllib does so, and closes its connection behind each request; httpx reads on after a reset."""
+    connection = http.client.HTTPConnection(live.http.base_url.host, live.http.base_url.port, timeout=30)
+    pieces = (b" " * (1 << 20) for _ in range(size >> 20))
+    headers = {"Connection": "close"} | ({} if chunked else {"Content-Length": str(size)})
+    connection.request("POST", path, pieces, headers, encode_chunked=chunked)
+    assert connection.getresponse().status == status
+    connection.close()
+
+
+def test_who_announces_more_than_is_read_away_or_waits_for_leave_is_answered_at_once(live):
+    for size, more in ((1 << 40, ""), (20 << 20, "Expect: 100-continue\r\n")):
+        with socket.create_connection((live.http.base_url.host, live.http.base_url.port), timeout=5) as connection:
+            head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {size}\r\n{more}\r\n"
+            connection.sendall(head.encode())
+            assert b" 413 " in connection.recv(64)
 
 
 def test_special_tokens_in_a_users_text_stay_text(live):

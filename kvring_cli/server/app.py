@@ -19,6 +19,7 @@ from kvring_cli.server.metrics import Metrics
 from kvring_cli.server.ring import paint
 from kvring_cli.server.service import Service
 from kvring_cli.server.sse import GONE
+from kvring_cli.server.unread import Unread
 
 OPEN_PATHS = ("/health", *page.FILES)
 """Answered without a key; the page asks for one itself."""
@@ -49,7 +50,11 @@ class Gate:
         self.app, self.service, self.metrics = app, service, metrics
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        refusal = self._refusal(scope) if scope["type"] == "http" else None
+        refusal = None
+        if scope["type"] == "http":
+            unread = Unread(scope, receive, send)
+            receive, send = unread.receive, unread.send
+            refusal = self._refusal(scope)
         if refusal is None:
             await self.app(scope, receive, send)
         else:
