@@ -76,7 +76,10 @@ def test_pick_engine_says_so_and_its_line_fits(monkeypatch, capsys):
     assert call(["pick-engine", BIG]) == 0
     out = capsys.readouterr().out
     assert f"--weights {line[-1]}" in out and "they don't fit" in out
-    assert call(["pick-engine", "not here"]) == 0 and "--weights" not in capsys.readouterr().out
+    assert call(["pick-engine", "not here"]) == 0
+    told = capsys.readouterr()
+    assert "--weights" not in told.out and "warning: " in told.err and "not here" in told.err
+    assert call(["pick-engine"]) == 0 and not capsys.readouterr().err
 
 
 def test_launch_says_so_plans_with_them_and_serves_with_them(capsys):

@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     from engine.platform import Facts
     from kvring_cli.engines import Choice
 
+PLACEHOLDER = "MODEL"
+
 
 def pick_engine(
-    model: Annotated[str, typer.Argument(metavar="[MODEL]", help="What to put into the serve line.")] = "MODEL",
+    model: Annotated[str, typer.Argument(metavar="[MODEL]", help="What to put into the serve line.")] = PLACEHOLDER,
     compute_capability: Annotated[
         str | None,
         typer.Option(
@@ -68,10 +70,14 @@ def _weights(model: str, facts: Facts, choice: Choice, environ: Mapping[str, str
     from kvring_cli import models
     from kvring_cli.fewer_bits import fewer_bits
 
-    if choice.outcome != "chosen" or choice.engine == "torch-cpu" or environ.get("NINFER_AGENT_CC", "").strip():
+    if choice.outcome != "chosen" or model == PLACEHOLDER:
         return None
     try:
-        fitting = fewer_bits(str(models.resolve(model)), facts, choice.command(model)[1:], environ)
-    except KVRingError:  # `serve` will say what is wrong with it
+        path = str(models.resolve(model))
+        if choice.engine == "torch-cpu" or environ.get("NINFER_AGENT_CC", "").strip():
+            return None
+        fitting = fewer_bits(path, facts, choice.command(model)[1:], environ)
+    except KVRingError as error:  # the line is for when that is mended
+        console.warn(f"{error.message} (fix: {error.fix})")
         return None
     return fitting[0] if fitting else None
