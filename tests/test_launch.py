@@ -177,3 +177,10 @@ def test_launch_and_receipt_need_nothing_that_windows_lacks(tmp_path):
         done = without_posix.run(f"assert call({line!r}) == 0")
         assert done.returncode == 0, done.stderr
     assert {file.name for file in tmp_path.iterdir()} == {"start.bat", "receipt.txt"}
+
+
+def test_options_for_serve_count_in_the_plan(machine, capsys):
+    seen = machine(laptop())
+    assert call(["launch", "phantom", "--port", "0", "--no-smoke", "--", *SIZES]) == 0
+    assert "plan   | context 4,096 tokens" in (said := capsys.readouterr().err) and "pool 2,560 tokens" in said
+    assert seen.served[0].kv_capacity == 2560

@@ -68,7 +68,7 @@ def launch(
     _examine(facts, flags, port)
     choice = _pick(facts)
     line = serve_line(choice, model, profile, flags, os.environ)
-    line += _plan(path, facts, line)
+    line += _plan(path, facts, [*line, *(options or [])])
     line += ["--port", str(port), *(options or [])]
     if smoke:
         _try(model, line[2:], options or [])
