@@ -42,8 +42,6 @@ from engine.step_graph import Beside, StepGraphs
 from engine.step_state import StepState
 
 SCORERS = ("fused", "token", "lexical")
-ALIGNED = 4
-"""Numbers to a row of which one is used: kernels are compiled for addresses that are multiples of 16 bytes."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +115,7 @@ class DrivenSteps:
         self._ferry = None if self.in_place else Ferry(pool, host, self._misses, transfer.stats, self._gather_units)
         self._fixed, self._windows = ints(slots), ints(layers, slots)
         self._choice = triton_select.Choice.empty(slots, device)
-        self._restless = ints(layers, ALIGNED)
+        self._restless = ints(layers, triton_slots.ALIGNED)
         self._beside = Beside(device)
         self._ids = ints(pages + own)
         self._role = torch.zeros(self._pages, dtype=torch.uint8, device=device)

@@ -20,6 +20,8 @@ from engine.ops.triton_select import Choice
 WINDOW, LEFT, TICK, STEADY = map(tl.constexpr, (g.WINDOW, g.LEFT, g.TICK, g.STEADY))
 FETCHED = tl.constexpr(g.FETCHED)
 NEVER = tl.constexpr(2**31 - 1)
+ALIGNED = 4
+"""Kernels are compiled for addresses that are multiples of 16 bytes: rows of int32 begin so many apart."""
 UNROLL = tl.constexpr(4)
 """Loads of a comparison that are under way together."""
 
@@ -176,8 +178,7 @@ class Misses:
     told: Tensor  # int32 [FIRST + slots]: their number, from FIRST on their ids: one run, so one copy tells the host
     places: Tensor  # int32 [slots, rounded up to a power of two]: their slots
 
-    FIRST: ClassVar[int] = 4
-    """Kernels are compiled for addresses that are multiples of 16 bytes."""
+    FIRST: ClassVar[int] = ALIGNED
 
     @classmethod
     def empty(cls, layers: int, slots: int, device: torch.device) -> Misses:
@@ -213,8 +214,8 @@ def bring(
     """Set `window` to the fixed and the chosen pages, touch the resident ones of it and claim slots for the cold ones,
     whose bytes are still to be fetched. A window that holds these pages from the step before stays as it is.
 
-    restless int32 [1 or more]: of the layer, whether its pages changed in the step before; what it says is renewed, and
-    `choice.redo` says whether attention that began early counts.
+    restless int32 [ALIGNED], its first: of the layer, whether its pages changed in the step before; what it says is
+    renewed, and `choice.redo` says whether attention that began early counts.
     """
     slots = tables.page_in.shape[0]
     _bring[(1,)](
