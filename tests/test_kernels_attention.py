@@ -16,7 +16,7 @@ from engine.ops import geometry as g
 from engine.ops import triton_layers
 from engine.ops.norm import rms_norm
 from engine.ops.triton_attention import PagedAttention
-from tests.scenes import DEVICE, Scene, geometry, ints
+from tests.scenes import DEVICE, Scene
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
@@ -42,21 +42,7 @@ def test_paged_attention_is_the_reference(dim, heads, kv_heads, tokens, first, p
     counters = torch.zeros(g.COUNTERS, dtype=torch.int64, device=DEVICE)
     for pages in (None, window):
         seen = list(range(past)) if pages is None else pages
-        state = geometry(PAST=past, FIRST=first, OWN=scene.own, WINDOW=len(seen))
-        out = attention(
-            scene.q,
-            scene.pool,
-            scene.host[:, 0],
-            ints(scene.slot_of),
-            ints(scene.ids),
-            None if pages is None else ints([*pages, 0]),
-            state,
-            scene.turns,
-            counters,
-            scene.rope.score_scale,
-            compact,
-            dtype=torch.float32,
-        )
+        out = scene.attended(attention, pages, compact, counters=counters, dtype=torch.float32)
         torch.testing.assert_close(out, scene.reference(seen, compact), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     met = sum(page in cold for page in range(past)) + sum(page in cold for page in window)
     assert int(counters[g.STREAMED]) == met

@@ -23,23 +23,9 @@ def test_attention_reads_codes_as_the_reference_decodes_them(name, dim):
     counters = torch.zeros(g.COUNTERS, dtype=torch.int64, device=DEVICE)
     for pages in (None, [0, 2]):
         seen = [0, 1, 2] if pages is None else pages
-        state = geometry(PAST=3, FIRST=63, OWN=scene.own, WINDOW=len(seen))
         for dtype in (torch.float32, torch.bfloat16):
-            out = attention(
-                scene.q,
-                scene.pool,
-                scene.host[:, 0] if pages is None else None,
-                ints(scene.slot_of),
-                ints(scene.ids),
-                None if pages is None else ints([*pages, 0]),
-                state,
-                scene.turns,
-                counters,
-                scene.rope.score_scale,
-                False,
-                scene.form.layout,
-                dtype=dtype,
-            )
+            how = {"counters": counters, "dtype": dtype, "cold": pages is None}
+            out = scene.attended(attention, pages, False, scene.form.layout, **how)
             wanted = scene.reference(seen, False)
             near = {torch.float32: 2e-5, torch.bfloat16: 4e-2}[dtype] * float(wanted.abs().max())
             torch.testing.assert_close(out.float(), wanted, atol=near, rtol=0)
