@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from weakref import WeakMethod
 
 import numpy as np
 import torch
@@ -17,8 +18,12 @@ class LentTables:
     """`device`: what kernels read and write, all layers' rows."""
 
     def __init__(self, pool: DevicePool, pages: int, came_home: Callable[[], None]) -> None:
-        """pages: ids of the host store; came_home: called when the host has its tables again."""
-        self._pool, self._came_home = pool, came_home
+        """pages: ids of the host store; came_home: a method, called when the host has its tables again.
+
+        Its owner is not kept by it: who holds these tables would hold itself, and a model with it, until Python
+        collects cycles.
+        """
+        self._pool, self._came_home = pool, WeakMethod(came_home)
         layers, on = pool.shape.layers, pool.data.device
         slot_of, page_in, last_used = (
             torch.zeros(layers, size, dtype=torch.int32, device=on) for size in (pages, pool.slots, pool.slots)
@@ -51,7 +56,8 @@ class LentTables:
         pool.slot_of[:] = -1
         layers, slots = np.nonzero(pool.page_in >= 0)
         pool.slot_of[layers, pool.page_in[layers, slots]] = slots
-        self._came_home()
+        if (came_home := self._came_home()) is not None:
+            came_home()
 
     def _upload(self, array: np.ndarray) -> Tensor:
         return upload(array, self._pool.data.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -12,8 +13,11 @@ from engine import kernel_cache
 from engine.config import PAGE
 from engine.driven import DrivenSteps
 from engine.errors import EngineError
+from engine.kv.host import HostStore
+from engine.kv.pool import DevicePool
 from engine.ops import triton_pages
 from engine.ops.triton_layers import TRITON
+from engine.ops.upload import upload
 from engine.recall.select import EMPTY
 from engine.recall.window import span
 from engine.runner import Runner
@@ -55,6 +59,7 @@ class TritonRunner(Runner):
         )
         self.stager = Stager(self.pool, self.transfer, self.model.rope, self.model.config.heads, self.logical_pages)
         self.steps = self.driven.steps
+        self._store_pages = partial(_store_pages, self.pool, self.host)
 
     def step(self, steps: Sequence[StepInput]) -> list[Tensor | None]:
         self.collect()
@@ -136,12 +141,15 @@ class TritonRunner(Runner):
         self.transfer.store_kernel = self._store_pages if self.driven.in_place else None  # pinning goes on meanwhile
         self.transfer.write_through(closed.tolist(), slots)
 
-    def _store_pages(self, slots: Tensor, pages: np.ndarray) -> None:
-        triton_pages.store_pages(self.pool.data, self.host.data, slots, self.stager.upload(pages), STORE_UNITS)
-
     def _undo(self, frame: Frame) -> None:
         super()._undo(frame)
         self.pool.void()
+
+
+def _store_pages(pool: DevicePool, host: HostStore, slots: Tensor, pages: np.ndarray) -> None:
+    """`Transfer.store_kernel`. No method of the runner's, which would hold itself through it."""
+    ids = upload(np.asarray(pages, dtype=np.int64), pool.data.device)
+    triton_pages.store_pages(pool.data, host.data, slots, ids, STORE_UNITS)
 
 
 class TritonCandidate:

@@ -96,7 +96,7 @@ def test_a_cards_candidates_do_the_same_work_and_what_is_found_is_taken(monkeypa
 def test_a_route_changes_what_a_card_launches(phantom):
     pytest.importorskip("triton", reason="triton has no wheel here")
     from engine.triton_runner import TritonRunner
-    from tests.test_triton_runner import Interpreted
+    from tests.interpreted import Interpreted
 
     config = EngineConfig(model="", max_context=4096, kv_capacity=2048)
     engine = Engine(config, phantom, backends=[Interpreted])
