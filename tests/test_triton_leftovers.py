@@ -41,8 +41,6 @@ def test_an_engine_that_is_let_go_is_gone_at_once_and_holds_no_model():
             engine.complete(engine.prepare(TEXT[:900], SamplingParams(max_tokens=2, ignore_eos=True)))
             by = engine.stats()["steps_by"]
             assert any("device-driven" in name for name in by) == bool(backends), by
-            engine.complete(
-            )  # lent at the end
             parts = [weakref.ref(part) for part in (engine, engine._runner, engine._runner.transfer, engine._host)]
             engine.close()
             del engine
