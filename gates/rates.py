@@ -17,7 +17,7 @@ from engine.config import PAGE, EngineConfig, RecallParams, SamplingParams
 from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.model.load import LoadedModel
-from engine.pauses import exempt_loaded
+from engine.pauses import exempt_loaded, let_go
 from gates.floors import Floors
 
 Say = Callable[[str], None]
@@ -60,6 +60,7 @@ class Bench:
         self.config, self.floors, self.say, self.model = config, floors, say, model
 
     def engine(self, **settings: object) -> Engine:
+        let_go()  # the engine before
         engine = Engine.load(replace(self.config, **settings), self.model)
         self.model = engine.model
         exempt_loaded()

@@ -44,6 +44,7 @@ def rates(
 ) -> None:
     """Tokens a second over context lengths, with the share of the floor that was reached. Prints a Markdown table."""
     from engine.device import resolve_device, resolve_dtype
+    from engine.pauses import let_go
     from gates.floors import measure_floors
     from gates.rates import Bench
     from kvring_cli.start import settle
@@ -61,6 +62,7 @@ def rates(
         device = resolve_device(config.device)
         if case.reload:
             model_ = None  # not beside the one that is loaded next
+            let_go()
         if floors is None or case.reload:
             floors = measure_floors(device, resolve_dtype(config.dtype, device, config.model))
             console.write(floors.lines() + "\n\n")
