@@ -1,8 +1,8 @@
 """Steps that the device drives: score, select, fetch and attend as kernels over tables that live on the device.
 
-The host says once per page what a step's geometry is and launches; it reads nothing back. A step of one token is one
-CUDA graph. The host's own tables go to the device for as long as it drives (`DevicePool.lend`), and come home when
-anybody asks for them.
+The host says once per page what a step's geometry is and launches; it reads nothing back. A step is one CUDA graph, of
+several tokens one whose last rows may count for nothing. The host's own tables go to the device for as long as it
+drives (`DevicePool.lend`), and come home when anybody asks for them.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ SCORERS = ("fused", "token", "lexical")
 class Kind:
     """What makes one step's launches differ from another's."""
 
-    tokens: int
-    rows: str  # logits: none | last | all
+    rows: int  # that are launched, as many as tokens or more
+    logits: str  # of which rows: none | last | all
     everything: bool  # all past pages are seen, cold ones in place
     cold: bool
     scored: bool
@@ -57,9 +57,14 @@ class Kind:
     ferried: bool  # the host brings what is missed
 
     @property
+    def captured(self) -> bool:
+        """Whether as a graph: logits of many rows are too large to keep room for."""
+        return self.rows == 1 or self.logits != "all"
+
+    @property
     def ahead(self) -> bool:
         """Whether the window of the step before is attended to while scores choose."""
-        return self.scored and self.tokens == 1
+        return self.scored and self.rows == 1
 
     @property
     def name(self) -> str:
@@ -105,7 +110,7 @@ class DrivenSteps:
         )
         self._turns = Turns.of(model.rope, pages + own)
         self._offsets = model.rope.cos_sin(torch.arange(own * PAGE, device=device))
-        self._turned = torch.empty(QUESTION_CHUNK, heads, shape.head_dim, device=device)
+        self._turned = torch.zeros(QUESTION_CHUNK, heads, shape.head_dim, device=device)
 
         def ints(*size: int) -> Tensor:
             return torch.zeros(*size, dtype=torch.int32, device=device)
@@ -121,7 +126,7 @@ class DrivenSteps:
         self._role = torch.zeros(self._pages, dtype=torch.uint8, device=device)
         self._why = torch.zeros(layers, self._pages, dtype=torch.uint8, device=device)
         self._bars = ints(layers, shape.kv_heads) - 1
-        self._state = StepState(device)
+        self._state = StepState(device, QUESTION_CHUNK)
         self._last: Frame | None = None
         self._recall: Recall | None = None
         self._laid: tuple | None = None
@@ -139,7 +144,7 @@ class DrivenSteps:
         if step.observe or len(step.tokens) > QUESTION_CHUNK:
             return False
         if frame.identity:
-            return len(step.tokens) == 1
+            return len(step.tokens) == 1 or self.graphs.work  # launched one by one, what streams takes as long
         if self.host.verifies:
             return False
         if step.mode == "exact":
@@ -156,8 +161,9 @@ class DrivenSteps:
         layout = self._lay_out(frame)
         everything = frame.identity or step.mode == "exact"
         scored = not everything and layout.left > 0
+        tokens = len(step.tokens)
         kind = Kind(
-            len(step.tokens),
+            tokens if step.logits == "all" else self.graphs.rows(tokens),
             step.logits,
             everything,
             everything and not frame.identity,
@@ -282,11 +288,12 @@ class DrivenSteps:
             g.FARTHEST: frame.step.budget.pool - len(frame.own) if self.compact else self._pages,
             g.TICK: self.pool.tick,
             g.STEADY: layout is self._attended,
+            g.TOKENS: len(frame.step.tokens),
         }
         self._state.tell(frame.step.tokens, words)
 
     def _open(self, frame: Frame) -> None:
-        self._state.send()
+        self._state.send(0)
         fresh = self._upload(np.asarray(frame.fresh, dtype=np.int32))
         triton_slots.open_pages(fresh, self.pool.data, self.tables.device, self._misses.places, self._state.geometry)
 
@@ -299,21 +306,23 @@ class DrivenSteps:
         def launch() -> Tensor | None:
             return self._launch(kind)
 
-        logits, how = self.graphs.run(kind, launch) if kind.tokens == 1 else (launch(), "eager")
+        logits, how = self.graphs.run(kind, launch) if kind.captured else (launch(), "eager")
         self.steps[f"{kind.name}, {how}"] += 1
         self._state.launched()
         return logits
 
     def _launch(self, kind: Kind) -> Tensor | None:
-        tokens = self._state.send()
+        tokens = self._state.send(kind.rows)
         hidden = self.model.forward(tokens, lambda layer, q, k, v: self._attend(kind, layer, q, k, v), TRITON)
         self._state.fetch()
-        if kind.rows == "none":
+        if kind.logits == "none":
             return None
-        return self.model.logits(hidden[-1:] if kind.rows == "last" else hidden)
+        if kind.logits == "last" and kind.rows > 1:
+            hidden = hidden.index_select(0, self._state.geometry[g.TOKENS, None] - 1)
+        return self.model.logits(hidden)
 
     def _attend(self, kind: Kind, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        pool, turned, rope = self.pool.data[layer], self._turned[: kind.tokens], self.model.rope
+        pool, turned, rope = self.pool.data[layer], self._turned[: kind.rows], self.model.rope
         tables, host = self.tables.device.layer(layer), self.host.data[:, layer]
         page, state, counters = self.pool.shape.form.layout, self._state.geometry, self._state.counters
         triton_pages.append(q, k, v, turned, pool, tables.slot_of, self._ids, state, self._offsets, page)
@@ -342,7 +351,7 @@ class DrivenSteps:
         with self._beside.running(early) if kind.ahead else nullcontext():
             if kind.scored:
                 why, codes = self._why[layer], self.digests.codes_of(layer)
-                self._scores(turned[-QUERY_ROWS:], *codes, self._ids, state, self._turns, rope.score_scale)
+                self._scores(turned, *codes, self._ids, state, self._turns, rope.score_scale)
                 triton_select.rank(self._scores, self._bars[layer], why, self._role, choice, state, HYSTERESIS, WORTH)
                 triton_select.pick(self._scores, self._role, why, choice, state, kind.neighbors)
             triton_slots.bring(

@@ -39,7 +39,9 @@ def self_check(model: Transformer, shape: KVShape) -> str:
     ids = torch.arange(PAGES, dtype=torch.int32, device=device)
     past, first = PAGES - 1, 10
     geometry = torch.zeros(g.GEOMETRY, dtype=torch.int32)
-    geometry[[g.PAST, g.FIRST, g.OWN, g.FARTHEST]] = torch.tensor([past, first, 1, PAGES], dtype=torch.int32)
+    geometry[[g.PAST, g.FIRST, g.OWN, g.FARTHEST, g.TOKENS]] = torch.tensor(
+        [past, first, 1, PAGES, 1], dtype=torch.int32
+    )
     geometry, turns = geometry.to(device), Turns.of(model.rope, PAGES)
     counters = torch.zeros(g.COUNTERS, dtype=torch.int64, device=device)
     scale = model.rope.score_scale

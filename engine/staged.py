@@ -89,7 +89,7 @@ class StagedChunk:
         self._own_slots = self._slots[:, len(window) :].int()
         self._own_ids = stager.upload(np.arange(self.own)).int()
         geometry = np.zeros(g.GEOMETRY)
-        geometry[[g.FIRST, g.OWN]] = first_row, self.own
+        geometry[[g.FIRST, g.OWN, g.TOKENS]] = first_row, self.own, tokens
         self._geometry = stager.upload(geometry).int()
         self._offsets = stager.rope.cos_sin(torch.arange(first_row + tokens, device=pool.data.device))
         count = len(window)

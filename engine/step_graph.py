@@ -14,22 +14,26 @@ import torch
 
 PRIORITY = -1
 """Of a captured step's own kernels, before those beside it."""
-KINDS = 8
+KINDS = 16
 """Kinds of steps whose graphs are kept."""
+ROWS = 64
+"""Steps of several tokens are launched with multiples of so many rows, so that a graph serves many lengths."""
 
 
 class StepGraph:
     """`capture` once, then `replay`; what the captured function returned is rewritten by each replay."""
 
-    def __init__(self) -> None:
+    def __init__(self, pool: tuple[int, int] | None = None) -> None:
+        """pool: of memory that graphs share which never run at once, none's result being read when another has run."""
         self.result: Any = None
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._between: list[Callable[[], None]] = []
-        self._pool = torch.cuda.graph_pool_handle()
+        self.pool = pool
 
     def capture(self, step: Callable[[], Any]) -> None:
         """Record what `step` launches. Nothing is computed; any error leaves the stream out of capture."""
         torch.cuda.synchronize()
+        self.pool = self.pool or torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream(priority=PRIORITY)
         with torch.cuda.stream(stream):
             self._begin()
@@ -54,7 +58,7 @@ class StepGraph:
 
     def _begin(self) -> None:
         graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
         self._graphs.append(graph)
 
 
@@ -94,6 +98,16 @@ class StepGraphs:
         self.wanted, self.failure = wanted, ""
         self._kept: dict[Hashable, StepGraph | None] = {}
         self._building: StepGraph | None = None
+        self._pool: tuple[int, int] | None = None
+
+    def rows(self, tokens: int) -> int:
+        """With how many rows a step of so many tokens is launched; the further ones count for nothing."""
+        return tokens if tokens == 1 or not self.work else -(-tokens // ROWS) * ROWS
+
+    @property
+    def work(self) -> bool:
+        """Whether steps are captured, as far as is known."""
+        return self.wanted and not self.failure
 
     def run(self, kind: Hashable, launch: Callable[[], Any]) -> tuple[Any, str]:
         """What `launch` returns of a step of this kind, and how it ran: graph or eager."""
@@ -117,7 +131,7 @@ class StepGraphs:
         return self._kept[kind]
 
     def _captured(self, launch: Callable[[], Any]) -> StepGraph | None:
-        graph = self._building = StepGraph()
+        graph = self._building = StepGraph(self._pool)
         try:
             graph.capture(launch)
         except RuntimeError as error:
@@ -125,5 +139,5 @@ class StepGraphs:
             return None
         finally:
             self._building = None
-        self.failure = ""
+        self.failure, self._pool = "", graph.pool
         return graph

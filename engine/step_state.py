@@ -13,21 +13,20 @@ import torch
 from torch import Tensor
 
 from engine.ops import geometry as g
-from engine.ops.upload import upload
 
 
 class StepState:
     """`geometry` int32 [GEOMETRY] and `counters` int64 [COUNTERS]: on the device, as kernels read and write them."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, most: int) -> None:
+        """most: tokens of a step."""
         pin = device.type == "cuda"
         self.geometry = torch.zeros(g.GEOMETRY, dtype=torch.int32, device=device)
         self.counters = torch.zeros(g.COUNTERS, dtype=torch.int64, device=device)
-        self._token = torch.zeros(1, dtype=torch.int64, device=device)
-        self._tokens = self._token
+        self._tokens = torch.zeros(most, dtype=torch.int64, device=device)
         self._geometry_in = torch.zeros(g.GEOMETRY, dtype=torch.int32, pin_memory=pin)
         self._words = self._geometry_in.numpy()
-        self._token_in = torch.zeros(1, dtype=torch.int64, pin_memory=pin)
+        self._tokens_in = torch.zeros(most, dtype=torch.int64, pin_memory=pin)
         self._counters_out = torch.zeros(g.COUNTERS, dtype=torch.int64, pin_memory=pin)
         self._counted = np.zeros(g.COUNTERS, dtype=np.int64)
         self._done: torch.cuda.Event | None = None
@@ -36,17 +35,12 @@ class StepState:
         """words: by their place in `geometry`."""
         self._wait()
         self._words[list(words)] = list(words.values())
-        if len(tokens) == 1:
-            self._token_in[0], self._tokens = tokens[0], self._token
-        else:
-            self._tokens = upload(np.asarray(tokens, dtype=np.int64), self._token.device)
+        self._tokens_in.numpy()[: len(tokens)] = tokens
 
-    def send(self) -> Tensor:
-        """Launch the copy of what was told; the tokens, int64 [T], on the device."""
+    def send(self, rows: int) -> Tensor:
+        """Launch the copy of what was told; `rows` tokens, int64, on the device: those told, then any."""
         self.geometry.copy_(self._geometry_in, non_blocking=True)
-        if self._tokens is self._token:
-            self._token.copy_(self._token_in, non_blocking=True)
-        return self._tokens
+        return self._tokens[:rows].copy_(self._tokens_in[:rows], non_blocking=True)
 
     def fetch(self) -> None:
         """Launch the copy of what was counted."""

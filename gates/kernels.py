@@ -84,7 +84,7 @@ class Scene:
     def geometry(self) -> Tensor:
         words = torch.zeros(g.GEOMETRY, dtype=torch.int32)
         words[[g.PAST, g.FIRST, g.OWN, g.WINDOW]] = torch.tensor([self.pages - 1, PAGE - 1, 1, self.pages - 1]).int()
-        words[g.FARTHEST] = self.pages
+        words[g.FARTHEST], words[g.TOKENS] = self.pages, 1
         return words.to(self.device)
 
     def units(self, each: int) -> int:

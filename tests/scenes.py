@@ -55,14 +55,17 @@ class Scene:
         self.q = torch.randn(tokens, heads, dim, device=DEVICE)
         self.turns = Turns.of(self.rope, pages + 1)
 
-    def attended(self, attention, pages, *more, counters, dtype, cold: bool = True) -> torch.Tensor:
-        """What `attention` makes of the past `pages` (None: all) and the own ones; more: compact, and the layout."""
-        state = geometry(
-            PAST=self.past, FIRST=self.first, OWN=self.own, WINDOW=self.past if pages is None else len(pages)
-        )
+    def attended(self, attention, pages, *more, counters, dtype, cold: bool = True, spare: int = 0) -> torch.Tensor:
+        """What `attention` makes of the past `pages` (None: all) and the own ones; more: compact, and the layout.
+
+        spare: rows after the tokens that count for nothing.
+        """
+        count, window = len(self.q), self.past if pages is None else len(pages)
+        state = geometry(PAST=self.past, FIRST=self.first, OWN=self.own, WINDOW=window, TOKENS=count)
         tables = ints(self.slot_of), ints(self.ids), None if pages is None else ints([*pages, 0])
         host, scale = self.host[:, 0] if cold else None, self.rope.score_scale
-        return attention(self.q, self.pool, host, *tables, state, self.turns, counters, scale, *more, dtype=dtype)
+        q = torch.cat([self.q, self.q.new_full((spare, *self.q.shape[1:]), 1e4)])
+        return attention(q, self.pool, host, *tables, state, self.turns, counters, scale, *more, dtype=dtype)[:count]
 
     def reference(self, window: list[int], compact: bool) -> torch.Tensor:
         distance = np.arange(len(window), 0, -1) if compact else self.past - np.asarray(window, dtype=np.int64)

@@ -47,7 +47,7 @@ def test_appended_tokens_become_the_codes_of_the_reference(name, dim):
         scene.pool,
         ints(scene.slot_of),
         ints(scene.ids),
-        geometry(PAST=2, FIRST=62),
+        geometry(PAST=2, FIRST=62, TOKENS=5),
         offsets,
         scene.form.layout,
     )

@@ -15,21 +15,25 @@ from tests.scenes import CUDA, DEVICE, Scene, geometry, ints
 
 @pytest.mark.parametrize("dim", [64, 80])
 def test_appended_tokens_are_rotated_and_stored_where_they_belong(dim):
-    heads, kv_heads, tokens, first = 4, 2, 5, 62
+    heads, kv_heads, tokens, first, spare = 4, 2, 5, 62, 3  # spare rows are of no token
     scene = Scene(dim, heads, kv_heads, tokens, first, 2, torch.bfloat16)
-    fused = torch.randn(tokens, (heads + 2 * kv_heads) * dim, device=DEVICE).to(torch.bfloat16)
-    q, k, v = fused.view(tokens, -1, dim).split([heads, kv_heads, kv_heads], 1)
-    turned = torch.empty(tokens, heads, dim, device=DEVICE)
+    fused = torch.randn(tokens + spare, (heads + 2 * kv_heads) * dim, device=DEVICE).to(torch.bfloat16)
+    q, k, v = fused.view(tokens + spare, -1, dim).split([heads, kv_heads, kv_heads], 1)
+    turned = torch.empty(tokens + spare, heads, dim, device=DEVICE)
     offsets = scene.rope.cos_sin(torch.arange(2 * PAGE, device=DEVICE))
-    state = geometry(PAST=2, FIRST=first)
+    state = geometry(PAST=2, FIRST=first, TOKENS=tokens)
+    before = scene.pool.clone()
     triton_pages.append(q, k, v, turned, scene.pool, ints(scene.slot_of), ints(scene.ids), state, offsets)
     rows = torch.arange(first, first + tokens, device=DEVICE)
-    torch.testing.assert_close(turned, rotate(q.float(), *scene.rope.cos_sin(rows)), atol=1e-5, rtol=1e-5)
-    keys = rotate(k, *scene.rope.cos_sin(rows % PAGE))
+    wanted = rotate(q[:tokens].float(), *scene.rope.cos_sin(rows))
+    torch.testing.assert_close(turned[:tokens], wanted, atol=1e-5, rtol=1e-5)
+    keys = rotate(k[:tokens], *scene.rope.cos_sin(rows % PAGE))
     for index, row in enumerate(rows.tolist()):
         slot = scene.slot_of[scene.ids[2 + row // PAGE]]
         torch.testing.assert_close(scene.pool[slot, 0, :, row % PAGE], keys[index], atol=1e-2, rtol=1e-2)
         assert torch.equal(scene.pool[slot, 1, :, row % PAGE], v[index])
+        before[slot, :, :, row % PAGE] = scene.pool[slot, :, :, row % PAGE]
+    assert torch.equal(scene.pool.nan_to_num(9.0), before.nan_to_num(9.0))
 
 
 def test_bytes_survive_the_way_to_the_host_and_back():

@@ -217,6 +217,9 @@ def test_graphs_that_cannot_be_captured_are_said(pair):
 class Recorded:
     """Stands for StepGraph where there is no card: `replay` does what was captured."""
 
+    def __init__(self, pool=None):
+        self.pool = pool
+
     def capture(self, step):
         self._step = step
 
@@ -248,6 +251,7 @@ def test_a_capture_that_fails_is_tried_again_once(failing, runs, monkeypatch):
 def test_without_graphs_the_same_work_is_done_and_said(pair, monkeypatch):
     if not CUDA:
         monkeypatch.setattr("engine.step_graph.StepGraph", Recorded)
+        monkeypatch.setattr(driven, "QUESTION_CHUNK", 48)  # chunks of more take minutes
     results = {}
     for setting in ("on", "off"):
         _, made = pair(kv_capacity=768, cuda_graph=setting)
@@ -259,3 +263,28 @@ def test_without_graphs_the_same_work_is_done_and_said(pair, monkeypatch):
         assert any(f"CUDA graphs {setting}" in line for line in ready_lines(made, 1.0))
         results[setting] = result.tokens, selected(result), result.recall.layer_pages_fetched
     assert results["on"] == results["off"]
+
+
+def test_turns_of_several_lengths_share_a_graph(pair, monkeypatch):
+    """Its rows beyond a turn's tokens count for nothing, and the pages of one turn are the next one's past."""
+    if not CUDA:
+        monkeypatch.setattr("engine.step_graph.StepGraph", Recorded)
+    monkeypatch.setattr("engine.step_graph.ROWS", 8)
+    monkeypatch.setattr(driven, "QUESTION_CHUNK", 48)  # longer ones are another's
+    answers, kinds = {}, []
+    run = StepGraphs.run
+    monkeypatch.setattr(StepGraphs, "run", lambda self, kind, launch: kinds.append(kind) or run(self, kind, launch))
+    for setting in ("on", "off"):
+        _, engine = pair(kv_capacity=768, cuda_graph=setting)
+        engine._runner.driven.graphs.wanted = engine._runner.captures
+        text, answers[setting] = TEXT[:896], []
+        for more in ("", "a mill", "and the river", "at last"):
+            text += more
+            result = engine.complete(engine.prepare(text, SamplingParams(max_tokens=2, ignore_eos=True)))
+            answers[setting].append((result.tokens, result.usage.computed, result.recall.layer_pages_fetched))
+        by = engine.stats()["steps_by"]
+        turns = {kind.rows for kind in kinds if kind.rows > 1}
+        assert all(rows % 8 == 0 for rows in turns) == (setting == "on"), turns
+        kinds.clear()
+    assert answers["on"] == answers["off"], by
+    assert answers["on"][1][1] % 8 and answers["on"][3][1] < 48

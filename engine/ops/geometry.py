@@ -17,11 +17,12 @@ STAGED_PAGES = 256
 """Pages of one of the two staging parts that large chunks stream through on a card: 16,384 keys, where cuDNN runs at
 its full rate and merging costs a twentieth."""
 
-PAST, FIRST, OWN, WINDOW, LEFT, DEPTH, FARTHEST, TICK, STEADY = range(9)
+PAST, FIRST, OWN, WINDOW, LEFT, DEPTH, FARTHEST, TICK, STEADY, TOKENS = range(10)
 """pages before the chunk's own; tokens that the first own page held; own pages; past pages in the window; pages that
 scores may choose; ranks that count in a KV head; the largest distance scored with; the clock of last use; whether the
-windows of the step before are this step's, should scores choose the same pages"""
-GEOMETRY = 9
+windows of the step before are this step's, should scores choose the same pages; tokens of the step: further rows count
+for nothing"""
+GEOMETRY = 10
 
 FETCHED, STREAMED = range(2)
 """Layer pages brought into the pool, and read in place, since the start."""

@@ -27,7 +27,7 @@ TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: 
 FEW_WARPS = {True: 2, False: 4}
 """Of a program of 16 rows, by whether pages are plain: codes take registers to convert."""
 LOG2E = 1.4426950408889634
-PAST, FIRST, OWN, WINDOW, STEADY = map(tl.constexpr, (g.PAST, g.FIRST, g.OWN, g.WINDOW, g.STEADY))
+PAST, FIRST, OWN, WINDOW, STEADY, TOKENS = map(tl.constexpr, (g.PAST, g.FIRST, g.OWN, g.WINDOW, g.STEADY, g.TOKENS))
 STREAMED = tl.constexpr(g.STREAMED)
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
@@ -60,7 +60,7 @@ def turn(first, second, cos, sin, distance, half, DIM: tl.constexpr):
 
 @triton.jit
 def _attend(
-    q,  # [T, HEADS, DIM], rotated to its offset from the first own page
+    q,  # [tokens, HEADS, DIM], rotated to its offset from the first own page; as many count as the geometry says
     pool,  # [slot, page] of one layer, pages as the layout says
     host,  # [page, ...] of the same layer, pages `host_page` elements apart
     slot_of,  # int32 [page]
@@ -106,6 +106,9 @@ def _attend(
             return
     split, kv_head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     GROUP: tl.constexpr = HEADS // KV_HEADS
+    count = tl.load(geometry + TOKENS)
+    if block * ROWS >= count * GROUP:
+        return
     past, first, own = tl.load(geometry + PAST), tl.load(geometry + FIRST), tl.load(geometry + OWN)
     seen = past if ALL else tl.load(geometry + WINDOW)
     total = seen + own
@@ -156,7 +159,7 @@ def _attend(
         p = tl.exp2(scores - safe[:, None])
         fade = tl.exp2(best - safe)
         weight = weight * fade + tl.sum(p, 1)
-        v = load_values(base, kv_head * PAGE, key, wide, place < first + tokens, DIM, WIDE, V, VALUES, VALUE_SCALES)
+        v = load_values(base, kv_head * PAGE, key, wide, place < first + count, DIM, WIDE, V, VALUES, VALUE_SCALES)
         if V != "plain":
             v = v.to(TYPE)
         out = dot(p.to(v.dtype), v, out * fade[:, None])
@@ -202,8 +205,8 @@ class PagedAttention:
         """`units`: programs that fill the device, twice its multiprocessors, say."""
         self.heads, self.kv_heads, self.dim, self.units = heads, kv_heads, dim, units
         self._most = max(self._splits(count) * count for count in range(1, tokens + 1))
-        self._partial = torch.empty(self._most * heads * dim, dtype=torch.float32, device=device)
-        self._lse = torch.empty(self._most * heads, dtype=torch.float32, device=device)
+        self._partial = torch.zeros(self._most * heads * dim, dtype=torch.float32, device=device)
+        self._lse = torch.zeros(self._most * heads, dtype=torch.float32, device=device)
 
     def _rows(self, tokens: int) -> int:
         return 16 if tokens * (self.heads // self.kv_heads) <= 16 else 64

@@ -15,7 +15,7 @@ from engine.ops import geometry as g
 from engine.ops.follow import await_results, follow
 from engine.ops.triton_codes import GROUP, ROUND, Layout, layout_of, load_keys, load_values, store_halves
 
-PAST, FIRST = map(tl.constexpr, (g.PAST, g.FIRST))
+PAST, FIRST, TOKENS = map(tl.constexpr, (g.PAST, g.FIRST, g.TOKENS))
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def _append(
         out = turned + (token.to(tl.int64) * HEADS + head) * DIM
         tl.store(out + half, low, mask=inside)
         tl.store(out + DIM // 2 + half, high, mask=inside)
-    else:
+    elif token < tl.load(geometry + TOKENS):
         kv_head = head - HEADS
         at, line = pool + slot * SIZE, kv_head * PAGE + offset
         source = v + token.to(tl.int64) * v_stride + kv_head * DIM
@@ -97,6 +97,8 @@ def append(
     offsets: tuple[Tensor, Tensor], layout: Layout | None = None,
 ) -> None:  # fmt: skip
     """Store one chunk's k and v [T, kv_head, dim] in its own pages, keys rotated by their offset, and turn its q.
+
+    The geometry says how many of the T are tokens; the others are not stored.
 
     turned float32 [T, heads, dim]: q rotated by its distance from the first own page. offsets: cos and sin float32
     [tokens, dim / 2] of 0, 1, ... tokens.

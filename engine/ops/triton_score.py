@@ -18,7 +18,7 @@ from engine.ops.follow import await_results, follow
 from engine.ops.geometry import Turns
 from engine.ops.triton_attention import INTERPRETED, dot, load_turned_rows, turn
 
-PAST, FARTHEST = map(tl.constexpr, (g.PAST, g.FARTHEST))
+PAST, FARTHEST, TOKENS = map(tl.constexpr, (g.PAST, g.FARTHEST, g.TOKENS))
 WARPS, MANY_WARPS = 1, 8
 FEW = 8
 """Rows up to which they are turned to each page, and not its keys to them."""
@@ -70,8 +70,14 @@ def _byte(x):
 
 
 @triton.jit
+def scored_rows(geometry, MOST: tl.constexpr, GROUP: tl.constexpr):
+    """Of one KV head."""
+    return tl.minimum(tl.load(geometry + TOKENS), MOST) * GROUP
+
+
+@triton.jit
 def _page_lse(
-    q,  # [T, HEADS, DIM]: the rows that are scored
+    q,  # [T, HEADS, DIM]: of as many as the geometry says, the last MOST are scored
     codes,  # uint8 [far, page, 64, DIM / 2] of one layer
     scales,  # float32 [far, page, 64]
     heads,  # int32 [far]: KV heads
@@ -83,7 +89,6 @@ def _page_lse(
     top_part,  # float32 [far, PADDED, splits]: out, the largest lse of each split
     sum_part,  # the same: out, its sum of exp(lse - largest)
     listed,  # int32 [far]: out, zero, for `rank`
-    rows,
     reach,
     scale,
     pages,
@@ -95,12 +100,15 @@ def _page_lse(
     HALF: tl.constexpr,
     PADDED: tl.constexpr,
     ROWS: tl.constexpr,
+    MOST: tl.constexpr,
     FOLLOW: tl.constexpr,
 ):
     await_results(FOLLOW)
     split, far, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     past, farthest = tl.load(geometry + PAST), tl.load(geometry + FARTHEST)
     row, half, key = tl.program_id(2) * ROWS + tl.arange(0, ROWS), tl.arange(0, HALF), tl.arange(0, PAGE)
+    rows = scored_rows(geometry, MOST, GROUP)
+    q += (tl.load(geometry + TOKENS) * GROUP - rows) * (HEADS // GROUP) * DIM
     low, high = load_turned_rows(q, row, rows, tl.load(heads + far), half, HEADS, GROUP, DIM)
     size = tl.maximum(tl.sqrt(tl.max(low * low + high * high, 1)), 1e-20) / 127.0  # no rotation makes a channel larger
     low, high = low / size[:, None], high / size[:, None]
@@ -132,15 +140,17 @@ def _page_lse(
 
 @triton.jit
 def _page_lse_of_many(
-    q, codes, scales, heads, ids, geometry, cos, sin, lse, top_part, sum_part, listed, rows, reach, scale, pages,
+    q, codes, scales, heads, ids, geometry, cos, sin, lse, top_part, sum_part, listed, reach, scale, pages,
     code_pages, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, HALF: tl.constexpr,
-    PADDED: tl.constexpr, ROWS: tl.constexpr, FOLLOW: tl.constexpr,
+    PADDED: tl.constexpr, ROWS: tl.constexpr, MOST: tl.constexpr, FOLLOW: tl.constexpr,
 ):  # fmt: skip
     """As `_page_lse`."""
     await_results(FOLLOW)
     split, far, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     past, farthest = tl.load(geometry + PAST), tl.load(geometry + FARTHEST)
     row, half, key = tl.program_id(2) * ROWS + tl.arange(0, ROWS), tl.arange(0, HALF), tl.arange(0, PAGE)
+    rows = scored_rows(geometry, MOST, GROUP)
+    q += (tl.load(geometry + TOKENS) * GROUP - rows) * (HEADS // GROUP) * DIM
     low, high = load_turned_rows(q, row, rows, tl.load(heads + far), half, HEADS, GROUP, DIM)
     size = tl.maximum(tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 1), 1e-20)
     low, high = (low / size[:, None]).to(tl.float16), (high / size[:, None]).to(tl.float16)
@@ -178,9 +188,9 @@ class PageScores:
     def __init__(
         self, tokens: int, heads: int, kv_heads: int, pages: int, device: torch.device, units: int, many: int
     ) -> None:
-        """For at most `tokens` scored rows of `heads` heads; `units`, `many`: programs that fill the device with one
-        token's rows, and with a question's."""
-        self.heads, self.kv_heads, self.units, self.many = heads, kv_heads, units, many
+        """For the last `tokens` tokens of a step, of `heads` heads; `units`, `many`: programs that fill the device with
+        one token's rows, and with a question's."""
+        self.heads, self.kv_heads, self.units, self.many, self.most = heads, kv_heads, units, many, tokens
         padded = triton.next_power_of_2(max(8, tokens * (heads // kv_heads)))
         self.rows, self.far, self.splits = 0, kv_heads, 1  # of the layer that was scored last
         self.lse = torch.empty(kv_heads, padded, pages, dtype=torch.float32, device=device)
@@ -200,10 +210,13 @@ class PageScores:
         turns: Turns,
         scale: float,
     ) -> None:
-        """q [T, heads, dim] turned; codes, scales and heads of one layer, as in `recall.digest.KeyCodes`."""
+        """q [T, heads, dim] turned; codes, scales and heads of one layer, as in `recall.digest.KeyCodes`.
+
+        The geometry says how many of the T are tokens.
+        """
         tokens, _, dim = q.shape
         self.far, code_pages = codes.shape[:2]
-        self.rows = tokens * (self.heads // self.kv_heads)
+        self.rows = min(tokens, self.most) * (self.heads // self.kv_heads)
         few = self.rows <= FEW
         block = FEW if few else min(MANY_ROWS, triton.next_power_of_2(max(16, self.rows)))
         blocks = triton.cdiv(self.rows, block)
@@ -221,7 +234,6 @@ class PageScores:
             self.top,
             self.sum,
             self.listed,
-            self.rows,
             turns.reach,
             scale,
             self.lse.shape[2],
@@ -233,6 +245,7 @@ class PageScores:
             HALF=max(32, triton.next_power_of_2(dim // 2)),
             PADDED=self.lse.shape[1],
             ROWS=block,
+            MOST=self.most,
             num_warps=WARPS if few else MANY_WARPS,
             **follow(q),
         )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.ops import geometry as g
 from engine.ops.follow import await_results, follow
-from engine.ops.triton_score import PageScores
+from engine.ops.triton_score import PageScores, scored_rows
 
 PAST, LEFT, DEPTH = map(tl.constexpr, (g.PAST, g.LEFT, g.DEPTH))
 CANDIDATE, TAKEN = map(tl.constexpr, (g.CANDIDATE, g.TAKEN))
@@ -47,7 +47,6 @@ def _key(
     order,  # int32 [pages]: out, made ready for `_rank`
     changed,  # int32 [1]: out, zero, for `_pick`
     geometry,
-    rows,
     pages,
     splits,
     hysteresis,
@@ -58,6 +57,8 @@ def _key(
     SPLITS: tl.constexpr,
     PLACES: tl.constexpr,
     BLOCK: tl.constexpr,
+    MOST: tl.constexpr,
+    GROUP: tl.constexpr,
     FOLLOW: tl.constexpr,
 ):
     """Integers that order pages as their share of attention does, the best over the rows; -1: may not be chosen.
@@ -69,6 +70,7 @@ def _key(
     past = tl.load(geometry + PAST)
     page = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if tl.program_id(0) * BLOCK < past:
+        rows = scored_rows(geometry, MOST, GROUP)
         row, split = tl.arange(0, ROWS), tl.arange(0, SPLITS)
         part = (head * PADDED + row)[:, None] * splits + split[None, :]
         inside = (row < rows)[:, None] & (split < splits)[None, :]
@@ -236,7 +238,6 @@ def rank(
         scores.order,
         choice.changed,
         geometry,
-        scores.rows,
         pages,
         scores.splits,
         hysteresis,
@@ -247,6 +248,8 @@ def rank(
         SPLITS=triton.next_power_of_2(scores.splits),
         PLACES=triton.next_power_of_2(pages),
         BLOCK=block,
+        MOST=scores.most,
+        GROUP=scores.heads // scores.kv_heads,
         num_warps=4 if rows <= 32 else 8,
         **follow(why),
     )
