@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -13,6 +16,9 @@ from engine.kv.pinning import CudaRegistrar, most_that_pins
 from engine.units import GIB, MIB
 
 PIN_LIMIT = 16 * GIB
+APART = (sys.executable, "-m", "engine.trials")
+WITHIN = 120
+"""Seconds for the trials of a card, torch's import among them."""
 _ROUNDS = 5
 
 
@@ -31,6 +37,24 @@ def try_card(device: torch.device, limit: int) -> Trials:
     down, up = copy_rates(device, 256 * MIB)
     torch.cuda.empty_cache()
     return Trials(most_that_pins(CudaRegistrar(device), min(limit, PIN_LIMIT)), down, up, _spills(device))
+
+
+def try_apart(limit: int, command: Sequence[str] = APART) -> Trials:
+    """`try_card` in a process of its own: the card's memory that torch takes for itself, and what it pinned, would stay
+    taken as long as this one lives. RuntimeError with what that process said last.
+    """
+    done = subprocess.run(
+        [*command, str(limit)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        timeout=WITHIN,
+    )
+    if done.returncode:
+        said = done.stderr.strip().splitlines()
+        raise RuntimeError(said[-1] if said else f"the process that tries it ended with code {done.returncode}")
+    return Trials(**json.loads(done.stdout.splitlines()[-1]))
 
 
 def copy_rates(device: torch.device, size: int, *, pinned: bool = True) -> tuple[float, float]:
@@ -83,3 +107,14 @@ def _spills(device: torch.device) -> bool:
     del held
     torch.cuda.empty_cache()
     return True
+
+
+def main(limit: int) -> None:
+    try:
+        print(json.dumps(asdict(try_card(torch.device("cuda"), limit))))
+    except Exception as error:  # in one line: torch's own end with hints
+        sys.exit(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

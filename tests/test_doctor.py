@@ -13,8 +13,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from engine.platform import Console, Driver, HostMemory, Package, TorchBuild
+from engine.trials import Trials, try_apart
 from engine.units import GIB
 from kvring_cli.app import call
 from kvring_cli.doctor import examine, exit_code
@@ -144,6 +146,20 @@ def test_trials_that_crash_are_unknown_and_never_ok():
     found = checks(windows_pc(), trials=crash)
     for name in ("pinned memory", "bandwidth", "sysmem fallback"):
         assert named(name, found).status == "unknown" and "illegal memory access" in named(name, found).detail
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here the card can be tried")
+def test_a_card_is_tried_in_a_process_that_gives_it_back():
+    """launch tries a server next, which would find the card's memory taken by what tried it."""
+    said = (
+        """print("a library's own words"); print('{"pinned": 5, "to_device": 1e9, "to_host": 2e9, "spills": true}')"""
+    )
+    assert try_apart(1 << 30, [sys.executable, "-c", said]) == Trials(5, 1e9, 2e9, True)
+    with pytest.raises(RuntimeError, match="ended with code 3"):
+        try_apart(1 << 30, [sys.executable, "-c", "import os; os._exit(3)"])
+    with pytest.raises(RuntimeError, match=r"^\w+Error: ."):
+        try_apart(1 << 30)
+    assert not torch.cuda.is_initialized()
 
 
 def test_the_sysmem_fallback_is_found_out():

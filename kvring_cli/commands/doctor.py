@@ -85,9 +85,8 @@ def show(findings: Iterable[Finding]) -> None:
 
 
 def try_card(facts: Facts) -> Any:
-    import torch
-
-    from engine.trials import PIN_LIMIT, try_card
+    """The card's trials; `launch` goes on to try a server on it, which needs it whole."""
+    from engine.trials import PIN_LIMIT, try_apart
 
     budget = facts.gpu.pin_budget(facts.memory) if facts.gpu and facts.memory else None
-    return try_card(torch.device("cuda"), PIN_LIMIT if budget is None else budget)
+    return try_apart(PIN_LIMIT if budget is None else budget)
