@@ -1,9 +1,9 @@
-"""A model that doesn't fit a card as its folder holds it: the most bits a weight with which it does."""
+"""What a `serve` line gives on this machine, and where its model doesn't fit: the most bits a weight that do."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -22,42 +22,50 @@ ENOUGH = 131_072
 needs no more."""
 
 
-def plan_line(path: str, facts: Facts, line: Sequence[str], environ: Mapping[str, str]) -> Plan:
-    """The plan of a `serve` line's settings for this machine."""
-    from kvring_cli.planning import make_plan
+@dataclass(frozen=True)
+class Asked:
+    """What a `serve` line asks of this machine, read once. `named`: it says how weights are held."""
 
-    return make_plan(*_asked(path, facts, line, environ))
+    shape: Shape
+    place: Place
+    config: EngineConfig
+    named: bool
+
+    @classmethod
+    def of(cls, path: str, facts: Facts, line: Sequence[str], environ: Mapping[str, str]) -> Asked:
+        from engine.switches import SETTINGS, resolve
+        from kvring_cli.cards import find_preset
+        from kvring_cli.planning import here
+        from kvring_cli.shapes import shape_of
+
+        words = dict(pairwise(line)) | dict(
+            word.split("=", 1) for word in line if word.startswith("--") and "=" in word
+        )
+        flags: dict[str, Any] = {setting.field: words.get(setting.flag) for setting in SETTINGS if not setting.boolean}
+        preset = find_preset(words["--profile"]).settings if "--profile" in words else None
+        resolved = resolve(path, flags, environ, preset, {"host_kv_bytes": "auto"})  # serve's own default
+        shape = shape_of(path)
+        named = resolved.sources["weights"].source != "default"
+        return cls(shape, here(facts, resolved.config, shape.origin), resolved.config, named)
+
+    def plan(self, weights: str | None = None) -> Plan:
+        """As the line holds weights, or as `weights`; KVRingError where this model can't be held so."""
+        from kvring_cli.planning import make_plan
+
+        config = self.config if weights is None else replace(self.config, weights=weights)
+        return make_plan(self.shape, self.place, config)
 
 
-def _asked(
-    path: str, facts: Facts, line: Sequence[str], environ: Mapping[str, str]
-) -> tuple[Shape, Place, EngineConfig]:
-    from engine.switches import SETTINGS, resolve
-    from kvring_cli.cards import find_preset
-    from kvring_cli.planning import here
-    from kvring_cli.shapes import shape_of
-
-    words = dict(pairwise(line))
-    flags: dict[str, Any] = {setting.field: words.get(setting.flag) for setting in SETTINGS if not setting.boolean}
-    preset = find_preset(words["--profile"]).settings if "--profile" in words else None
-    config = resolve(path, flags, environ, preset, {"host_kv_bytes": "auto"}).config  # serve's own default
-    shape = shape_of(path)
-    return shape, here(facts, config, shape.origin), config
-
-
-def fewer_bits(path: str, facts: Facts, line: Sequence[str], environ: Mapping[str, str]) -> tuple[str, Plan] | None:
-    """Of TYPES the first that gives ENOUGH context, else the one that gives the most; None: the line's own plan fits,
-    or it names `--weights`, or the model can't be quantised, or nothing would do."""
-    from kvring_cli.planning import make_plan
-
-    shape, place, config = _asked(path, facts, line, environ)
-    if "--weights" in line or make_plan(shape, place, config).capacity is not None:
+def fewer_bits(asked: Asked) -> tuple[str, Plan] | None:
+    """For a line whose plan does not fit: of TYPES the first that gives ENOUGH context, else the one that gives the
+    most; None: `--weights` is named, or the model can't be quantised, or nothing would do."""
+    if asked.named:
         return None
-    enough = min(ENOUGH, config.max_context or ENOUGH, shape.trained_context)
+    enough = min(ENOUGH, asked.config.max_context or ENOUGH, asked.shape.trained_context)
     found = []
     for weights in TYPES:
         try:
-            plan = make_plan(shape, place, replace(config, weights=weights))
+            plan = asked.plan(weights)
         except KVRingError:  # a GGUF file: it is what it is
             return None
         if plan.capacity is not None:

@@ -8,15 +8,25 @@ from dataclasses import replace
 import pytest
 
 import engine.platform
+import kvring_cli.fewer_bits
 from engine.errors import ConfigError
 from engine.units import GIB
 from kvring_cli.app import call
 from kvring_cli.commands import launch
 from kvring_cli.engines import pick_engine
-from kvring_cli.fewer_bits import ENOUGH, TYPES, fewer_bits, plan_line
+from kvring_cli.fewer_bits import ENOUGH, TYPES, Asked
 from tests.machines import RTX_3060, linux_server, windows_pc
 
 BIG = "random:qwen3-8b"
+
+
+def plan_line(model, facts, line, environ):
+    return Asked.of(model, facts, line, environ).plan()
+
+
+def fewer_bits(model, facts, line, environ):
+    asked = Asked.of(model, facts, line, environ)
+    return kvring_cli.fewer_bits.fewer_bits(asked) if asked.plan().capacity is None else None
 
 
 def pc(gib: int):
@@ -59,7 +69,8 @@ def test_a_larger_card_never_gets_fewer_bits():
     ("model", "facts", "more"),
     [
         (BIG, linux_server(), []),  # it fits as it is
-        (BIG, pc(12), ["--weights", "q4_0"]),  # somebody chose
+        (BIG, pc(12), ["--weights", "dense"]),  # somebody chose
+        (BIG, pc(12), ["--weights=dense"]),
         (BIG, pc(4), []),  # nothing would do
     ],
 )

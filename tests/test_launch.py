@@ -15,7 +15,9 @@ import engine.platform
 import kvring_cli.commands.doctor
 import kvring_cli.commands.serve
 from engine.platform import Driver, TorchBuild
+from engine.trials import Trials
 from gates import smoke
+from kvring_cli import planning, shapes
 from kvring_cli.app import call
 from kvring_cli.commands.launch import serve_line
 from kvring_cli.engines import Choice
@@ -184,3 +186,27 @@ def test_options_for_serve_count_in_the_plan(machine, capsys):
     assert call(["launch", "phantom", "--port", "0", "--no-smoke", "--", *SIZES]) == 0
     assert "plan   | context 4,096 tokens" in (said := capsys.readouterr().err) and "pool 2,560 tokens" in said
     assert seen.served[0].kv_capacity == 2560
+
+
+def test_each_fact_is_looked_up_once_also_where_weights_are_quantised_to_fit(machine, monkeypatch, capsys, tmp_path):
+    """The card's own trial, a model's tables and each plan cost seconds on a slow disk."""
+    facts = windows_pc()
+    seen, calls = machine(facts), []
+
+    def count(where, name, key):
+        real = getattr(where, name)
+        monkeypatch.setattr(where, name, lambda *a, **more: (calls.append((name, key(*a))), real(*a, **more))[1])
+
+    count(shapes, "shape_of", lambda model: model)
+    count(planning, "make_plan", lambda shape, place, config: config.weights)
+    count(engine.platform, "gather", lambda: None)
+    tried = Trials(6 << 30, 24e9, 25e9, False)
+    monkeypatch.setattr(
+        kvring_cli.commands.doctor, "try_card", lambda facts: (calls.append(("try_card", None)), tried)[1]
+    )
+    start = tmp_path / "start.sh"
+    assert call(["launch", "random:qwen3-8b", "--port", "0", "--write", str(start)]) == 0 and len(seen.tried) == 1
+    assert "weights| q" in capsys.readouterr().err and "--weights" in start.read_text()
+    assert len(calls) == len(set(calls)) > 4, calls
+    calls.clear()
+    assert call(["plan", "phantom"]) == 0 and len(calls) == len(set(calls)), calls

@@ -7,12 +7,18 @@ from dataclasses import replace
 
 import pytest
 
+import engine.device
+import engine.platform
+from engine.config import EngineConfig
+from engine.engine import Engine
 from engine.platform import Driver, TorchBuild
 from engine.units import GIB
 from kvring_cli import engines
 from kvring_cli.app import call
 from kvring_cli.engines import pick_engine, torch_line
+from tests.gguf_models import save_gguf
 from tests.machines import H200, RTX_3060, laptop, linux_server, windows_pc
+from tests.models import phantom_folder, tiny_model
 
 
 @pytest.mark.parametrize(
@@ -87,3 +93,19 @@ def test_the_torch_line_has_pytorchs_index_and_a_cuda_that_the_driver_runs():
     assert torch_line(windows_pc()).endswith("cu128")
     assert torch_line(linux_server(driver=Driver("580", "13.0"))).endswith("cu130")
     assert H200.hardware_class == "nvidia-h200-sm90"
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_cpus_dtype_is_the_one_that_serve_takes(fast, monkeypatch, capsys, tmp_path):
+    """It said fp32 of a GGUF file that this CPU computes in bf16."""
+    monkeypatch.setattr(engine.device, "cpu_multiplies_bfloat16", lambda: fast)
+    monkeypatch.setattr(engine.platform, "gather", laptop)
+    for path in (save_gguf(tiny_model("llama"), tmp_path / "m.gguf"), phantom_folder()):
+        assert call(["pick-engine", str(path), "--json"]) == 0
+        picked = json.loads(capsys.readouterr().out)
+        assert picked["serve"][1:] == ["serve", str(path), "--device", "cpu"]
+        served = Engine.load(EngineConfig(model=str(path), device="cpu", max_context=256))
+        assert picked["kv_dtype"] == served.capacity.kv
+        served.close()
+    assert call(["pick-engine"]) == 0
+    assert ("fp32, bf16 of a GGUF file" in capsys.readouterr().out) == fast

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,6 +15,7 @@ from kvring_cli.options import AsJson
 if TYPE_CHECKING:
     from engine.platform import Facts
     from kvring_cli.engines import Choice
+    from kvring_cli.planning import Plan
 
 PLACEHOLDER = "MODEL"
 
@@ -31,6 +33,7 @@ def pick_engine(
     """Which engine suits this card. Exit 0 chosen, 3 capability unreadable, 4 something is missing, 5 unsupported."""
     import shlex
 
+    from engine.config import PAGE
     from engine.platform import gather
     from kvring_cli.engines import pick_engine as pick
 
@@ -39,7 +42,11 @@ def pick_engine(
         environ["NINFER_AGENT_CC"] = compute_capability
     facts = gather()
     choice = pick(facts, environ)
-    weights = _weights(model, facts, choice, environ)
+    plan, weights = _planned(model, facts, choice, environ)
+    if plan is not None:
+        choice = replace(choice, kv_dtype=plan.kv.form.dtype.name)
+        if plan.capacity is not None:
+            choice = replace(choice, pool_tokens=plan.capacity.pool_pages * PAGE)
     if weights is not None:
         choice = choice.with_setting("--weights", weights)
     if as_json:
@@ -48,7 +55,7 @@ def pick_engine(
     lines = {"card": choice.card, "capability": choice.capability, "engine": choice.engine, "reason": choice.reason}
     if choice.outcome == "chosen":
         lines |= {
-            "kv dtype": f"{choice.kv_dtype}, k8v4 where memory holds the context only so",
+            "kv dtype": _kv(choice, plan),
             "window": f"{choice.window_tokens:,} tokens",
             "pool": f"{choice.pool_tokens:,} tokens",
             "weights": weights and f"{weights}, quantised while they are loaded: as they are they don't fit",
@@ -64,20 +71,35 @@ def pick_engine(
     raise typer.Exit(choice.exit_code)
 
 
-def _weights(model: str, facts: Facts, choice: Choice, environ: Mapping[str, str]) -> str | None:
-    """What a model that is here must be quantised to; None: nothing, or it isn't here, or the card is pretended."""
+def _kv(choice: Choice, plan: Plan | None) -> str:
+    """What pages will hold and why; without a plan, what they hold if memory lets them."""
+    from kvring_cli.engines import kv_on_cpu
+
+    if plan is not None and plan.capacity is not None:
+        return f"{choice.kv_dtype} ({plan.capacity.kv_reason})"
+    if choice.engine == "torch-cpu" and (of_gguf := kv_on_cpu(f"{PLACEHOLDER}.gguf")) != choice.kv_dtype:
+        return f"{choice.kv_dtype}, {of_gguf} of a GGUF file"
+    return f"{choice.kv_dtype}, k8v4 where memory holds the context only so"
+
+
+def _planned(model: str, facts: Facts, choice: Choice, environ: Mapping[str, str]) -> tuple[Plan | None, str | None]:
+    """What the line gives here, and what the model must be quantised to for it; None: no model that is here, or a
+    pretended card; nothing.
+    """
     from engine.errors import KVRingError
     from kvring_cli import models
-    from kvring_cli.fewer_bits import fewer_bits
+    from kvring_cli.fewer_bits import Asked, fewer_bits
 
     if choice.outcome != "chosen" or model == PLACEHOLDER:
-        return None
+        return None, None
     try:
         path = str(models.resolve(model))
-        if choice.engine == "torch-cpu" or environ.get("NINFER_AGENT_CC", "").strip():
-            return None
-        fitting = fewer_bits(path, facts, choice.command(model)[1:], environ)
+        if environ.get("NINFER_AGENT_CC", "").strip():
+            return None, None
+        asked = Asked.of(path, facts, choice.command(model)[1:], environ)
+        plan = asked.plan()
+        fitting = fewer_bits(asked) if plan.capacity is None else None
     except KVRingError as error:  # the line is for when that is mended
         console.warn(f"{error.message} (fix: {error.fix})")
-        return None
-    return fitting[0] if fitting else None
+        return None, None
+    return (fitting[1], fitting[0]) if fitting else (plan, None)

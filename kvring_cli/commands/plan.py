@@ -14,6 +14,7 @@ from kvring_cli.options import AsJson, Flags, engine_options
 if TYPE_CHECKING:
     from engine.config import EngineConfig
     from engine.kv.budget import Capacity
+    from engine.platform import Facts
     from kvring_cli.engines import Choice
     from kvring_cli.forecast import Forecast
     from kvring_cli.planning import Plan
@@ -45,6 +46,7 @@ def plan(
     flags: Flags,
 ) -> None:
     """Say what fits, with the arithmetic: weights, pool, digests, host store, largest context; and predict times."""
+    from engine.platform import gather
     from kvring_cli.planning import overview, plan_for
 
     if model is None:
@@ -52,10 +54,11 @@ def plan(
         return
     if measure and card is not None:
         raise console.BadUsage("--measure runs on this machine, and --card is another", "leave one of them out")
+    facts = gather()
     made, config, forecast = plan_for(
-        model, card, parse_bytes(ram) if ram else None, weight_bits, flags=flags, environ=os.environ
+        model, card, parse_bytes(ram) if ram else None, weight_bits, flags=flags, environ=os.environ, facts=facts
     )
-    engine = _engine(card, compute_capability, config.device)
+    engine = _engine(facts, card, compute_capability, config.device)
     measured = None
     if measure and made.capacity is not None:
         from kvring_cli.commands.gate import GateProgress
@@ -79,10 +82,9 @@ def plan(
         raise ConfigError(made.refusal, made.fix)
 
 
-def _engine(card: str | None, capability: str | None, device: str) -> Choice:
+def _engine(facts: Facts, card: str | None, capability: str | None, device: str) -> Choice:
     """Which engine would run there; ConfigError where nobody can tell."""
     from engine.errors import ConfigError
-    from engine.platform import gather
     from kvring_cli.cards import find_card
     from kvring_cli.engines import pick_engine, without_cards
 
@@ -90,7 +92,6 @@ def _engine(card: str | None, capability: str | None, device: str) -> Choice:
     pretended = capability or (find_card(card).gpu.capability if card else None)
     if pretended:
         environ["NINFER_AGENT_CC"] = pretended
-    facts = gather()
     choice = pick_engine(without_cards(facts) if device == "cpu" else facts, environ)
     if choice.outcome in ("unreadable", "unsupported"):
         raise ConfigError(choice.reason, choice.fix)
