@@ -1,7 +1,8 @@
-"""The risk: memory is promised that the machine, its desktop or a container's limit does not leave."""
+"""The risk: memory, or processors, are counted on that the machine, its desktop or a container's limit don't leave."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from platform import libc_ver
@@ -14,7 +15,8 @@ from engine.errors import EngineError
 from engine.platform import WSL2, Linux, Windows, this_platform
 from engine.platform.facts import HostMemory
 from engine.units import GIB, KIB, MIB
-from tests.machines import A4000_TCC, RTX_3060, Kernel32
+from kvring_cli.doctor import hardware
+from tests.machines import A4000_TCC, RTX_3060, Kernel32, laptop
 
 
 @pytest.mark.parametrize(("used", "budget"), [(17, 6.5), (22, 1.5), (24, 0)])
@@ -125,6 +127,53 @@ def test_a_group_without_a_limit_leaves_the_machines_memory(tmp_path, version, m
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=64 * GIB, available=60 * GIB))
     root = machine(tmp_path, group(version, UNLIMITED[version], 30 * GIB, 0))
     assert Linux(root).memory() == HostMemory(64 * GIB, 60 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("within", "files", "quota", "processors"),
+    [
+        ("0::/", {}, None, 16),
+        ("0::/", {"cpu.max": "max 100000"}, None, 16),
+        ("0::/", {"cpu.max": "200000 100000"}, 2, 2),
+        ("0::/", {"cpu.max": "1600000 100000"}, None, 16),  # as much as there is
+        ("0::/", {"cpu.max": "50000 100000"}, 0.5, 1),
+        ("0::/", {"cpu.max": "150000 100000"}, 1.5, 2),
+        ("0::/", {"cpu.max": "200000"}, None, 16),
+        ("0::/", {"cpu.max": "100000 0"}, None, 16),
+        ("0::/system.slice/a.service", {"system.slice/cpu.max": "300000 100000"}, 3, 3),
+        (
+            "0::/pods/a",
+            {"pods/a/cpu.max": "800000 100000", "pods/cpu.max": "400000 100000", "pods/b/cpu.max": "1 1000"},
+            4,
+            4,
+        ),
+        (
+            "4:cpu,cpuacct:/jobs/7",
+            {"cpu/jobs/7/cpu.cfs_quota_us": "-1", "cpu/jobs/7/cpu.cfs_period_us": "100000"},
+            None,
+            16,
+        ),
+        ("4:cpu,cpuacct:/docker/1", {"cpu/cpu.cfs_quota_us": "250000", "cpu/cpu.cfs_period_us": "50000"}, 5, 5),
+        ("4:cpu:/jobs/7", {"cpu/jobs/cpu.cfs_quota_us": "200000", "cpu/jobs/cpu.cfs_period_us": "100000"}, 2, 2),
+    ],
+)
+def test_threads_keep_within_the_quota_of_every_group_around(tmp_path, within, files, quota, processors, monkeypatch):
+    """Sixteen threads in a quota of two were stopped for most of every period."""
+    import torch
+
+    from engine import device
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)), raising=False)
+    recorded = {f"sys/fs/cgroup/{name}": text for name, text in files.items()} | {"proc/self/cgroup": within}
+    linux, threads = Linux(machine(tmp_path, recorded)), []
+    assert (linux.quota(), linux.processors()) == (quota, processors)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    device.set_threads(None, linux)
+    assert threads == [processors]
+    (said,) = [found for found in hardware.check(replace(laptop(), cpu=linux.cpu()), "") if found.name == "processors"]
+    assert said.detail.startswith(f"{processors} of ") and ("quota" in said.detail) == (quota is not None)
+    assert quota is None or said.detail.endswith(f"quota of {quota:g}")
 
 
 @pytest.mark.parametrize(

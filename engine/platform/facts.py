@@ -87,10 +87,12 @@ class HostMemory:
 
 @dataclass(frozen=True)
 class Cpu:
-    """`processors`: how many this process may use."""
+    """`processors`: how many this process may use; `quota`: their time that a container or service leaves it, where
+    that is less than the processors it may run on."""
 
     name: str
     processors: int
+    quota: float | None = None
 
     @property
     def hardware_class(self) -> str:

@@ -10,6 +10,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,17 @@ class Platform:
         return HostMemory(memory.total, memory.available)
 
     def cpu(self) -> Cpu:
-        return Cpu(self._cpu_name() or platform.machine(), self.processors())
+        return Cpu(self._cpu_name() or platform.machine(), self.processors(), self.quota())
 
     def processors(self) -> int:
-        """Processors that this process may use."""
-        if hasattr(os, "sched_getaffinity"):
-            return len(os.sched_getaffinity(0))
-        return os.cpu_count() or 1
+        """Processors that this process can keep busy. More threads than its quota pays for would all be stopped in the
+        middle of their work, and each waits for the others."""
+        quota = self.quota()
+        return self._allowed() if quota is None else max(1, ceil(quota))
+
+    def quota(self) -> float | None:
+        """Processors' worth of time that it may use, where that is less than those that it may run on; else None."""
+        return None
 
     def console(self) -> Console:
         return Console(getattr(sys.stdout, "encoding", None))
@@ -81,6 +86,12 @@ class Platform:
     def ask_to_stop(self, process: subprocess.Popen[Any]) -> None:
         """Ask a child that `gates.leash` holds to end itself."""
         process.terminate()
+
+    def _allowed(self) -> int:
+        """Processors that this process may run on."""
+        if hasattr(os, "sched_getaffinity"):
+            return len(os.sched_getaffinity(0))
+        return os.cpu_count() or 1
 
     def _cpu_name(self) -> str:
         return platform.processor()
@@ -127,6 +138,10 @@ class Linux(Platform):
         if len(sizes) < 2:
             return HostMemory(total, free)
         return HostMemory(total, free, sizes["CommitLimit"], max(0, sizes["CommitLimit"] - sizes["Committed_AS"]))
+
+    def quota(self) -> float | None:
+        least = min(groups.quotas(self._read), default=None)
+        return None if least is None or least >= self._allowed() else least
 
     def trim(self) -> None:
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone

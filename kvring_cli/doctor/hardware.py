@@ -50,6 +50,7 @@ def check(facts: Facts, tried: Any | str) -> Iterator[Finding]:
         yield from _card(gpu, facts)
     if facts.gpu is not None:
         yield from _tried(facts.gpu, facts, tried)
+    yield _cpu(facts)
     yield from _memory(facts)
     if facts.disk_free is None:
         yield Finding("disk", "unknown", "free space can't be read", f"check {facts.home}")
@@ -116,6 +117,12 @@ def _tried(gpu: Gpu, facts: Facts, tried: Any | str) -> Iterator[Finding]:
         yield Finding("sysmem fallback", "warn", detail, _FALLBACK)
     elif gpu.driver_model == "WDDM":
         yield Finding("sysmem fallback", "ok", "off: a full card says so")
+
+
+def _cpu(facts: Facts) -> Finding:
+    cpu = facts.cpu
+    quota = "" if cpu.quota is None else f": this container or service has a quota of {cpu.quota:g}"
+    return Finding("processors", "ok", f"{cpu.processors} of {cpu.name or 'an unknown processor'} to use{quota}")
 
 
 def _memory(facts: Facts) -> Iterator[Finding]:
