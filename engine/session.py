@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 
 from engine.config import PAGE
@@ -74,8 +75,10 @@ class Session:
         if start <= max(first, self.cached) < end and first < last:
             self.recall.ask(self.prepared.ids[:start], self.prepared.ids[first:last])
 
-    def prefilled(self) -> None:
-        """After the prompt's last step."""
+    def prefilled(self, logits: Tensor) -> None:
+        """After the prompt's last step, which gave `logits`: once they are there, for launches run a second ahead."""
+        if logits.is_cuda:
+            torch.cuda.synchronize(logits.device)
         self._prefilled = time.perf_counter()
         if self.trace.over_pool and self._modes[-1] == "recall" and not self.recall.pages_selected:
             self._prompt_hidden = self.trace.hidden_pages

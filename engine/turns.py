@@ -130,7 +130,7 @@ class Turns:
         logits = self.next_chunk(session, "last" if last else "none")
         session.outbox.append(Progress(session.sequence.length, total, mode))
         if not session.phases:
-            session.prefilled()
+            session.prefilled(logits)
             self._draw(session, logits)
             if not session.done:
                 self._publish(session)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 
@@ -232,3 +233,16 @@ def test_a_random_crowd_that_begins_alike_ends_and_breaks_no_invariant(make_engi
     assert all(session.done for session in alive)
     stats = engine.stats()
     assert stats["host_pages_used"] == stats["checkpoint_pages"]
+
+
+def test_the_time_of_a_prompt_ends_when_the_device_has_computed_it(make_engine, words, monkeypatch):
+    """A card's launches return at once: 131,072 tokens on an H200 were timed a second short."""
+    order = []
+    monkeypatch.setattr("engine.session.torch.cuda.synchronize", lambda device: order.append(f"{device} done"))
+    monkeypatch.setattr("engine.session.time.perf_counter", lambda: order.append("clock") or 0.0)
+    engine = make_engine()
+    session = engine.admit(engine.prepare(words(30), SHORT))
+    order.clear()
+    session.prefilled(SimpleNamespace(is_cuda=True, device="card"))
+    assert order == ["card done", "clock"]
+    engine.cancel(session)
