@@ -18,11 +18,12 @@ from http.client import HTTPException
 from typing import Any
 
 from engine.platform import this_platform
+from gates.within import opener
 
 FAREWELL_SECONDS = 5.0  # from a failed start to the end of the process
 STOP_SECONDS = 10.0  # from being asked to stop to being killed
 LEASHED = (sys.executable, "-m", "gates.leash")
-_open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open  # loopback never goes through a proxy
+_open = opener(urllib.request.ProxyHandler({})).open  # loopback never goes through a proxy
 
 
 def free_port() -> int:

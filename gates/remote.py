@@ -14,6 +14,7 @@ from typing import Any
 
 from engine.errors import ConfigError
 from gates.haystack import Message
+from gates.within import opener
 
 CONTEXT_FIELDS = ("max_model_len", "context_length", "context_window", "n_ctx", "n_ctx_train")
 """Where servers say, in /v1/models, how long a prompt may be; some put it under `meta`."""
@@ -22,6 +23,7 @@ UNPENALISED = {"repeat_penalty": 1.0}
 """llama-cpp-python's own is 1.1, and of 49111 it then says 4911. A server that knows no such field and minds is asked
 without."""
 
+_open = opener().open
 LARGEST = 16 << 20  # bytes of an answer of a few dozen tokens
 
 
@@ -124,14 +126,12 @@ class Server:
             raise ValueError(f"it answers no JSON{self._quoted(said)}") from None
 
     def _read(self, answer: Any) -> bytes:
-        """The whole body within the time limit, however slowly it drips."""
-        until, announced, body = time.perf_counter() + self._timeout, answer.length, bytearray()
+        """The whole body."""
+        announced, body = answer.length, bytearray()
         while (announced is None or len(body) < announced) and (part := answer.read1(1 << 16)):
             body += part
             if len(body) > LARGEST:
                 raise OSError(f"its answer is longer than {LARGEST >> 20} MiB")
-            if time.perf_counter() > until:
-                raise TimeoutError(f"its answer took longer than {self._timeout:g} s")
         if announced and len(body) < announced:
             raise OSError(f"its answer breaks off after {len(body):,} of {announced:,} bytes")
         return bytes(body)
@@ -151,7 +151,7 @@ class Server:
             headers["Authorization"] = f"Bearer {self._key}"
         data = json.dumps(body).encode() if body is not None else None
         request = urllib.request.Request(self._base + path, data, headers)
-        return urllib.request.urlopen(request, timeout=self._timeout)
+        return _open(request, timeout=self._timeout)
 
 
 def _reply(value: Any, seconds: float) -> Reply | None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import socket
 import threading
 import time
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +19,7 @@ from engine.errors import ConfigError
 from gates import registry
 from gates.black_box import run
 from gates.black_box_agreement import TIE, against, answered
+from gates.child import Child
 from gates.context import Context
 from gates.facts import DISJOINT
 from gates.options import GateOptions
@@ -212,17 +216,51 @@ ODD = '{"choices": [{"message": {"content": %s}}], "usage": {"prompt_tokens": %s
         (HTTP + b"Content-Length: 900\r\n\r\n{}", "breaks off after 2 of 900 bytes"),
         (HTTP + b"\r\n" + b" " * (17 << 20), "longer than 16 MiB"),
         (HTTP + b"\r\n" + b" \0" * 20, "took longer than 1 s"),
+        (HTTP + b"X-Slow: 1\0\r\n" * 20 + b"\r\n{}", "took longer than 1 s"),
         (b"HTTP/1.0 500 Oops\r\nContent-Length: 900\r\n\r\nboom", "HTTP 500: boom"),
         (b"not http at all\r\n", "BadStatusLine"),
         (HTTP + b"\r\nnull", "no chat completion"),
         (HTTP + b'\r\n{"choices": [{"message": 1}]}', "no chat completion"),
     ],
-    ids=["html", "half", "deep", "cut", "endless", "dripping", "500 cut", "no http", "null", "odd"],
+    ids=["html", "half", "deep", "cut", "endless", "dripping", "dripping head", "500 cut", "no http", "null", "odd"],
 )
 def test_what_is_no_answer_is_a_fault_that_says_why(answer, why, fake):
     server = fake(answer)
     server._timeout = 1.0
     assert why in server.ask([{"role": "user", "content": "?"}], 4).fault
+
+
+@pytest.fixture
+def dripping():
+    """The address of a server that says a byte of its status line and headers every 50 ms, and never a body."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve():
+            with contextlib.suppress(OSError):
+                while True:
+                    client, _ = listener.accept()
+                    with client, contextlib.suppress(OSError):
+                        client.recv(1 << 16)
+                        for byte in HTTP + b"X-Slow: yes\r\n" * 50:
+                            client.sendall(bytes([byte]))
+                            time.sleep(0.05)
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def test_headers_that_drip_are_waited_for_no_longer_than_an_answer_may_take(dripping, fake):
+    """Each byte began the time limit anew: a gate waited for hours."""
+    server, began = fake(), time.monotonic()
+    server._base, server._timeout = f"{dripping}/v1", 0.5
+    assert "took longer than 0.5 s" in server.ask([], 4).fault
+    assert "took longer than 0.5 s" in server.give_up([], 4)
+    with pytest.raises(ConfigError, match=r"took longer than 0\.5 s"):
+        Server(dripping, None, 0.5)
+    child = SimpleNamespace(port=int(dripping.rpartition(":")[2]))
+    with pytest.raises(OSError, match=r"took longer than 0\.5 s"):
+        Child.request(child, "/health", timeout=0.5)
+    assert time.monotonic() - began < 4 * 0.5 + 2
 
 
 @pytest.mark.parametrize(
