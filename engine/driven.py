@@ -144,7 +144,7 @@ class DrivenSteps:
         if step.observe or len(step.tokens) > QUESTION_CHUNK:
             return False
         if frame.identity:
-            return len(step.tokens) == 1 or self.graphs.work  # launched one by one, what streams takes as long
+            return len(step.tokens) == 1 or (step.turn and self.graphs.work)  # one by one, what streams is as fast
         if self.host.verifies:
             return False
         if step.mode == "exact":

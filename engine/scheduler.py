@@ -27,6 +27,7 @@ class Phase:
     mode: str  # exact | recall | window
     size: int
     observe: bool = False  # keep this exact pass's attention mass for the selection
+    turn: bool = False  # a further turn: few tokens, in a step of the kind that its answer is written in
 
     def step(self, position: int, room: int) -> int:
         """Where the step that begins at `position` ends, if the pool has room for `room` tokens of it."""
@@ -54,7 +55,7 @@ def schedule(
 ) -> list[Phase]:
     """Phases for tokens [resume, total) of a prompt whose question begins at token `question`; resume is on a page."""
     if page_count(total) <= pool_pages:
-        return [Phase(resume, total, "exact", chunk)]
+        return [Phase(resume, total, "exact", chunk, turn=resume > 0 and total - resume <= QUESTION_CHUNK)]
     short = total - resume < hiding and resume > 0
     # The question's phase begins on a page, and is never longer than what recall may read at once.
     tail = max(resume, min(max(question, total - HIDING + 1), total - 1) // PAGE * PAGE)

@@ -44,6 +44,7 @@ class StepInput:
     trace: Trace
     logits: str = "last"
     observe: bool = False  # keep the attention mass of this exact pass
+    turn: bool = False  # as in `scheduler.Phase`
     explain: bool = False
 
 

@@ -7,6 +7,7 @@ request only. Holds the sessions that are being served; nothing here knows of th
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -142,7 +143,8 @@ class Turns:
         end = phase.step(start, budget.step_tokens if self._sharing else budget.longest_step)
         session.enter(phase, start, end)
         tokens = tuple(session.prepared.tokens[start:end])
-        (logits,) = self._advance([self._input(session, tokens, phase.mode, rows, phase.observe)])
+        how = {"logits": rows, "observe": phase.observe, "turn": phase.turn}
+        (logits,) = self._advance([self._input(session, tokens, phase.mode, **how)])
         if end == phase.end:
             session.phases.pop(0)
         return logits
@@ -170,9 +172,8 @@ class Turns:
     def _share(self, session: Session) -> WindowBudget:
         return session.prepared.budget.part(len(self.active))
 
-    def _input(
-        self, session: Session, tokens: tuple[int, ...], mode: str, rows: str = "last", observe: bool = False
-    ) -> StepInput:
+    def _input(self, session: Session, tokens: tuple[int, ...], mode: str, **how: Any) -> StepInput:
+        """how: fields of StepInput that differ from their defaults."""
         return StepInput(
             sequence=session.sequence,
             tokens=tokens,
@@ -180,9 +181,8 @@ class Turns:
             budget=self._share(session),
             recall=session.recall,
             trace=session.trace,
-            logits=rows,
-            observe=observe,
             explain=session.prepared.explain,
+            **how,
         )
 
     def look(self, session: Session, token: int, mode: str) -> None:

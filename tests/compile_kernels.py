@@ -91,16 +91,20 @@ class Candidate:
         return ""
 
 
-def drive(shape: Sizes, dtype: torch.dtype) -> None:
+WAYS = (("exact", "recall"), ("recall", "recall"), ("exact", "exact"), ("exact", "window"))
+FORMS = ({"positions": "compact"}, {"kv_dtype": "k8v4"}, {"kv_dtype": "int4"}, {"kv_dtype": "fp8"})
+"""Settings under which other kernels run than by default."""
+
+
+def drive(shape: Sizes, dtype: torch.dtype, ways: tuple = WAYS, **settings: str) -> None:
     """Chunks that stream, a suffix that is recalled, single steps of each kind, one of them over a page's end."""
     random.SHAPES["compiled"] = shape
     model = load_model("random:compiled", torch.device("cpu"), dtype)
-    config = EngineConfig(
-        model="", max_context=1024, kv_capacity=640, prefill_chunk=128, sink=64, cuda_graph="off", device_profile="off"
-    )
+    more = {"sink": 64, "cuda_graph": "off", "device_profile": "off", **settings}
+    config = EngineConfig(model="", max_context=1024, kv_capacity=640, prefill_chunk=128, **more)
     made: list[Candidate] = []
     engine = Engine(config, model, backends=[lambda runner: made.append(Candidate(runner)) or made[-1]])
-    for prefill, decode in (("exact", "recall"), ("recall", "recall"), ("exact", "exact"), ("exact", "window")):
+    for prefill, decode in ways:
         text = ("word " * 200)[: 12 * 64 - 2 - len(decode)] + decode  # a token a byte: the third answered opens a page
         prepared = engine.prepare(
             text, SamplingParams(max_tokens=4, ignore_eos=True), RecallParams(prefill=prefill, decode=decode)
@@ -132,6 +136,8 @@ def main(arguments: list[str]) -> None:
         triton.runtime.driver.set_active(Card(capability))
         for name in asked.shapes or ["128"]:
             drive(*SHAPES[name])
+        for settings in FORMS:
+            drive(*SHAPES["128"], ways=WAYS[1:2], **settings)
         multiply(TYPES if asked.shapes else TYPES_AT_LEAST)
     print(json.dumps(compiled))
 

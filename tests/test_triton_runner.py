@@ -265,7 +265,8 @@ def test_without_graphs_the_same_work_is_done_and_said(pair, monkeypatch):
     assert results["on"] == results["off"]
 
 
-def test_turns_of_several_lengths_share_a_graph(pair, monkeypatch):
+@pytest.mark.parametrize("first", [262, 896])
+def test_turns_of_several_lengths_share_a_graph(pair, monkeypatch, first):
     """Its rows beyond a turn's tokens count for nothing, and the pages of one turn are the next one's past."""
     if not CUDA:
         monkeypatch.setattr("engine.step_graph.StepGraph", Recorded)
@@ -277,14 +278,14 @@ def test_turns_of_several_lengths_share_a_graph(pair, monkeypatch):
     for setting in ("on", "off"):
         _, engine = pair(kv_capacity=768, cuda_graph=setting)
         engine._runner.driven.graphs.wanted = engine._runner.captures
-        text, answers[setting] = TEXT[:896], []
+        text, answers[setting] = TEXT[:first], []
         for more in ("", "a mill", "and the river", "at last"):
             text += more
             result = engine.complete(engine.prepare(text, SamplingParams(max_tokens=2, ignore_eos=True)))
             answers[setting].append((result.tokens, result.usage.computed, result.recall.layer_pages_fetched))
         by = engine.stats()["steps_by"]
         turns = {kind.rows for kind in kinds if kind.rows > 1}
-        assert all(rows % 8 == 0 for rows in turns) == (setting == "on"), turns
+        assert setting == "off" or (turns and not any(rows % 8 for rows in turns)), turns
         kinds.clear()
     assert answers["on"] == answers["off"], by
-    assert answers["on"][1][1] % 8 and answers["on"][3][1] < 48
+    assert any(computed % 8 for _, computed, _ in answers["on"][1:])

@@ -100,8 +100,8 @@ def _bring(
         if SORT:
             before = tl.zeros([SLOTS], tl.int32)
             tl.debug_barrier()
-            for other in range(count):
-                before += (tl.load(window + other) < page).to(tl.int32)
+            for place in range(count):
+                before += (tl.load(window + place) < page).to(tl.int32)
             tl.debug_barrier()
             tl.store(window + before, page, mask=seen)
     identity = tl.load(ids + page, mask=seen, other=0)
