@@ -73,9 +73,9 @@ def test_a_page_that_cannot_be_brought_is_in_no_slot(pair, monkeypatch):
 def test_a_step_that_fails_half_way_leaves_the_tables_true(pair, monkeypatch):
     torch_engine, engine = pair(kv_capacity=768)
     wanted = answer(torch_engine).tokens
-    steps = engine._runner.driven
-    steps.graphs.wanted = False
-    attend, calls = steps._attend, [0]
+    driven = engine._runner.driven
+    driven.graphs.wanted = False
+    attend, calls = driven.launches._attend, [0]
 
     def failing(kind, layer, q, k, v):
         calls[0] += 1
@@ -83,7 +83,7 @@ def test_a_step_that_fails_half_way_leaves_the_tables_true(pair, monkeypatch):
             raise RuntimeError("stopped half-way")
         return attend(kind, layer, q, k, v)
 
-    monkeypatch.setattr(steps, "_attend", failing)
+    monkeypatch.setattr(driven.launches, "_attend", failing)
     with pytest.raises(RuntimeError, match="half-way"):
         answer(engine)
     engine.audit(deep=True)

@@ -14,11 +14,12 @@ import torch
 
 pytest.importorskip("triton", reason="triton has no wheel here")
 
-from engine import driven
+from engine import driven, launches
 from engine.config import EngineConfig, RecallParams, SamplingParams
-from engine.driven import DrivenSteps, Kind
+from engine.driven import DrivenSteps
 from engine.engine import Engine
 from engine.kv.budget import WindowBudget
+from engine.launches import Kind
 from engine.layout import lay_out
 from engine.ops import geometry as g
 from engine.ops import triton_pages
@@ -106,14 +107,14 @@ def test_every_step_attends_to_what_is_fixed_and_what_was_chosen_for_it(pair, mo
     step, steady = DrivenSteps.step, []
 
     def checked(self, frame):
-        logits, layout, ids = step(self, frame), self._layout, self._ids.cpu().numpy()
+        logits, layout, ids = step(self, frame), self._layout, self.launches.ids.cpu().numpy()
         slot_of = self.tables.device.slot_of.cpu().numpy()
-        for layer, window in enumerate(self._windows[:, : layout.window].tolist()):
-            chosen = np.flatnonzero(self._why[layer, : frame.past].cpu().numpy())
+        for layer, window in enumerate(self.launches.windows[:, : layout.window].tolist()):
+            chosen = np.flatnonzero(self.launches.why[layer, : frame.past].cpu().numpy())
             assert sorted(window) == sorted({*layout.fixed.tolist(), *chosen.tolist()})
             assert positions == "absolute" or window == sorted(window)
             assert (slot_of[layer, ids[window]] >= 0).all()
-        steady.append(int(self._state.geometry[g.STEADY]))
+        steady.append(int(self.launches.state.geometry[g.STEADY]))
         return logits
 
     monkeypatch.setattr(DrivenSteps, "step", checked)
@@ -122,16 +123,16 @@ def test_every_step_attends_to_what_is_fixed_and_what_was_chosen_for_it(pair, mo
     assert got.tokens == answer(torch_engine).tokens
 
 
-@pytest.mark.parametrize("held", [driven.HYSTERESIS, 0.0])
+@pytest.mark.parametrize("held", [launches.HYSTERESIS, 0.0])
 def test_attending_ahead_of_the_choice_changes_no_bit(pair, monkeypatch, held):
     """Where scores choose the same pages again, and where what is held is worth nothing, so that they choose others."""
     step, logits, changed = DrivenSteps.step, {True: [], False: []}, []
-    monkeypatch.setattr(driven, "HYSTERESIS", held)
-    monkeypatch.setattr(driven, "WORTH", 0.0)
+    monkeypatch.setattr(launches, "HYSTERESIS", held)
+    monkeypatch.setattr(launches, "WORTH", 0.0)
 
     def kept(self, frame):
         logits[ahead].append(step(self, frame).clone())
-        changed.append((int(self._state.geometry[g.STEADY]), *self._restless[:, 0].tolist()))
+        changed.append((int(self.launches.state.geometry[g.STEADY]), *self.launches.restless[:, 0].tolist()))
         return logits[ahead][-1]
 
     monkeypatch.setattr(DrivenSteps, "step", kept)
