@@ -101,9 +101,9 @@ def test_a_route_changes_what_a_card_launches(phantom):
     config = EngineConfig(model="", max_context=4096, kv_capacity=2048)
     engine = Engine(config, phantom, backends=[Interpreted])
     pool, runner = engine._runner.pool, engine._runner
-    plain = runner.driven
+    plain = runner.driven.launches
     pool.routes = Routes({"decode_attention/d64/g2": ((1, 8),), "gather_units": ((1, 32),), "page_scores": ((1, 32),)})
-    routed = TritonRunner(runner).driven
+    routed = TritonRunner(runner).driven.launches
     engine.close()
     assert (plain._attention.units, routed._attention.units) == (4, 8)
     assert (plain._gather_units, routed._gather_units) == (16, 32)
