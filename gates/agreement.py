@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from engine.config import RecallParams
+from engine.examine import coverage
 from gates.arms import ArmSpec, blinding, instrument, plain
 from gates.context import Context
 from gates.frozen import Arms, Frozen, warnings_checked
@@ -39,7 +40,7 @@ def run(context: Context, tokens: int | None = None) -> Report:
         with Frozen(context, document, {"pool": context.pool(POOL, document.tokens)}) as frozen:
             frozen.run(specs, arms, say)
             messages = document.messages(document.asked[0])
-            covered.append(frozen.main.coverage(messages, RecallParams(prefill=context.prefill)))
+            covered.append(coverage(frozen.main, messages, RecallParams(prefill=context.prefill)))
     report.arms = list(arms.values())
     report.checks = [*_alike(arms), *instrument(report.arms), *warnings_checked(arms)]
     report.notes += _layers([shares for shares in covered if shares])

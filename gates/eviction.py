@@ -13,6 +13,7 @@ import numpy as np
 
 from engine.config import PAGE, RecallParams, SamplingParams
 from engine.errors import ConfigError
+from engine.examine import looks
 from engine.recall.recall import Look
 from gates.context import Context
 from gates.haystack import GATE_TOKENS
@@ -116,7 +117,7 @@ def compare(context: Context, pool: int, share: int, tasks: Sequence[str], quest
                 RecallParams(prefill=context.prefill),
             )
             shared = document.tokens // PAGE - 2  # pages of the document itself; the rest is this question's own
-            for look in engine.looks(prepared):
+            for look in looks(engine, prepared):
                 layers.setdefault(look.layer, []).append(_step(look, shared, (asked + 1) * NEVER))
         engine.audit()
         if not layers:

@@ -35,16 +35,16 @@ def measure(context: Context, tokens: int = TOKENS) -> np.ndarray:
         config = replace(context.config, max_context=document.tokens + 1024, **changes)
         engine = Engine(config, context.model, backends=())  # torch: a device that drives tells nothing of its windows
         window = engine.capacity.window
-        looks = []
+        farthest = []
         for asked, fact in enumerate(document.asked):
             context.say(f"{task}: question {asked + 1}", (number + asked / QUESTIONS) / len(TASKS))
             sampling = SamplingParams(max_tokens=ANSWER, stop=stops(context.model))
             recall = RecallParams(prefill=context.prefill, decode="recall")
-            seen = engine.looks(engine.prepare(document.messages(fact), sampling, recall))
-            looks.append(_farthest(seen, window.sink, window.recent))
+            seen = looks(engine, engine.prepare(document.messages(fact), sampling, recall))
+            farthest.append(_farthest(seen, window.sink, window.recent))
         engine.audit()
         engine.close()
-        found.append(np.mean(looks, axis=0))
+        found.append(np.mean(farthest, axis=0))
     return np.max(found, axis=0)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from engine.config import RecallParams, SamplingParams
 from engine.engine import Engine
+from engine.examine import adopt
 from engine.result import Result
 from gates.arms import ANSWER, ArmSpec, Exam, run_arm
 from gates.context import Context
@@ -47,7 +48,7 @@ class Frozen:
             capacity = min(self._pools[where], -(-self._size // 64) * 64)
             engine = self._context.engine(max_context=self._size, kv_capacity=capacity, **self._others)
             self._engines[where] = engine
-            engine.adopt(self.main, self._prepared(None))
+            adopt(engine, self.main, self._prepared(None))
         return self._engines[where]
 
     def run(

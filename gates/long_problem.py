@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from engine.faults import shuffle_checkpoints
 from gates.arms import ArmSpec, Settings, blinding, excluding, instrument, plain
 from gates.context import Context
 from gates.frozen import Arms, Frozen, warnings_checked
@@ -70,5 +71,5 @@ def _document(context: Context, work: tuple, arms: Arms, say) -> None:
         elif context.options.quick:
             chosen = [spec for spec in chosen if spec.quick]
         if any(spec.where == "shuffled" for spec in chosen):
-            frozen.engine("shuffled").shuffle_checkpoints(seed)
+            shuffle_checkpoints(frozen.engine("shuffled"), seed)
         frozen.run(chosen, arms, say)

@@ -9,6 +9,7 @@ import torch
 from engine.config import RecallParams, SamplingParams
 from engine.engine import Engine
 from engine.errors import EngineError
+from engine.faults import damage_checkpoint
 from engine.kv.dtype import KV
 from engine.result import AuditError
 from gates.context import Context
@@ -74,13 +75,13 @@ def _case(context: Context, dtype: str, memory: str, report: Report) -> None:
     report.checks.append(Check(f"{name}: pages moved", min(moved) > 0, f"{moved[0]} recalled, {moved[1]} streamed"))
     same = "every fetch matched its checksum, pool and host compare equal"
     report.checks.append(_same(engine, f"{name}: bytes", same))
-    damaged = engine.damage_checkpoint()
+    damaged = damage_checkpoint(engine)
     try:
         ask("exact")
         caught = False
     except EngineError:
         caught = True
-    engine.damage_checkpoint(damaged)
+    damage_checkpoint(engine, damaged)
     report.checks.append(
         Check(
             f"control: {name}, one flipped bit",

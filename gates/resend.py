@@ -8,6 +8,7 @@ from functools import partial
 from engine.config import PAGE, RecallParams, SamplingParams
 from engine.engine import Engine
 from engine.errors import EngineError
+from engine.faults import damage_checkpoint, fail_copy
 from engine.result import AuditError, Progress, Result
 from gates.arms import forgetting
 from gates.context import ROOM, Context
@@ -76,7 +77,7 @@ def _failing(context: Context, engine: Engine, document: Document, report: Repor
     for number in range(0, pages, step):
         context.say(f"resend: the copy of page {number} fails", 0.3 + 0.6 * number / pages)
         engine.forget()
-        engine.fail_copy(number)
+        fail_copy(engine, number)
         tried += 1
         try:
             engine.complete(_prepare(context, engine, document))
@@ -113,12 +114,12 @@ def _seeing(engine: Engine, document: Document, fact: Fact) -> str:
 
 
 def _audit_can_fail(engine: Engine, report: Report) -> None:
-    engine.damage_checkpoint(0)
+    damage_checkpoint(engine, 0)
     try:
         engine.audit(deep=True)
         seen = False
     except AuditError:
         seen = True
-    engine.damage_checkpoint(0)
+    damage_checkpoint(engine, 0)
     engine.audit(deep=True)
     report.checks.append(Check("control: one flipped bit in a resident page", seen, "named by the audit", control=True))

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.config import RecallParams, SamplingParams
+from engine.examine import looks
 from gates.eviction import POLICIES, Step, misses
 
 STEPS = st.lists(st.frozensets(st.integers(0, 12), min_size=1, max_size=4), min_size=1, max_size=30)
@@ -51,8 +52,8 @@ def test_an_engine_tells_what_each_layer_saw(make_engine, words):
     prepared = engine.prepare(
         words(1800), SamplingParams(max_tokens=3, ignore_eos=True), RecallParams(prefill="window")
     )
-    looks = engine.looks(prepared)
+    seen = looks(engine, prepared)
     layers = engine.model.config.layers
-    assert {look.layer for look in looks} == set(range(layers)) and len(looks) % layers == 0
-    for look in looks[-2 * layers :]:
+    assert {look.layer for look in seen} == set(range(layers)) and len(seen) % layers == 0
+    for look in seen[-2 * layers :]:
         assert 0 in look.window and len(look.window) <= 16 and look.scores.shape[1] >= look.window.max()

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from engine.config import KV_DTYPES, KV_EXPERIMENTAL, PAGE, EngineConfig, RecallParams, SamplingParams
 from engine.engine import Engine
 from engine.errors import ConfigError, EngineError
+from engine.examine import adopt
 from engine.kv.budget import Memory, plan_capacity
 from engine.kv.choose import choose_kv
 from engine.kv.dtype import GROUP, KV, Form, named
@@ -200,7 +201,7 @@ def test_pages_of_another_dtype_are_not_adopted_as_if_they_were_ones_own(phantom
     int8, fp8 = (Engine(EngineConfig(model="", max_context=512, kv_dtype=name), phantom) for name in ("int8", "fp8"))
     assert int8.stats()["host_bytes"] == fp8.stats()["host_bytes"]
     with pytest.raises(EngineError, match="pages of int8 can't be adopted as fp8"):
-        fp8.adopt(int8, fp8.prepare("Hello"))
+        adopt(fp8, int8, fp8.prepare("Hello"))
     for engine in (int8, fp8):
         engine.close()
 

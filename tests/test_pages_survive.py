@@ -10,6 +10,7 @@ import torch
 
 from engine.config import RecallParams, SamplingParams
 from engine.errors import EngineError, KVRingError, OutOfMemoryError
+from engine.faults import damage_checkpoint, shuffle_checkpoints
 from engine.kv.host import HostStore
 from engine.kv.transfer import Transfer
 from engine.recall.digest import encode_keys
@@ -150,10 +151,10 @@ def test_a_flipped_bit_is_an_engine_error_and_never_an_answer(make_engine, words
     engine = make_engine(verify_pages=True)
     modes = RecallParams(prefill="window", decode="exact")
     engine.complete(engine.prepare(words(2400), SHORT, modes))
-    page = engine.damage_checkpoint()
+    page = damage_checkpoint(engine)
     with pytest.raises(EngineError, match="came back changed"):
         engine.complete(engine.prepare(words(2400), SHORT, modes))
-    engine.damage_checkpoint(page)
+    damage_checkpoint(engine, page)
     assert engine.complete(engine.prepare(words(2400), SHORT, modes)).usage.cached > 0
 
 
@@ -208,7 +209,7 @@ def test_shuffled_pages_keep_the_digests_of_what_stood_there(make_engine, words)
     engine.complete(engine.prepare(words(3000), SamplingParams(max_tokens=1), RecallParams("exact")))
     pages, runner = np.array(engine._prefix.pages()), engine._runner
     wanted = [encode_keys(runner.host.data[pages, layer, 0])[0] for layer in range(runner.host.shape.layers)]
-    engine.shuffle_checkpoints(0)
+    shuffle_checkpoints(engine, 0)
     for layer, codes in enumerate(wanted):
         assert torch.equal(runner.digests.read_codes(layer, pages)[0].transpose(0, 1), codes)
         assert not torch.equal(encode_keys(runner.host.data[pages, layer, 0])[0], codes)

@@ -15,6 +15,7 @@ from engine.config import EngineConfig, RecallParams, SamplingParams
 from engine.device import set_threads
 from engine.engine import Engine
 from engine.errors import ConfigError, EngineError, KVRingError
+from engine.faults import damage_checkpoint
 from engine.result import Progress
 from engine.switches import OTHER_SWITCHES, SETTINGS, resolve
 from tests.models import phantom_folder
@@ -121,14 +122,14 @@ class Seen:
 
     def damaged(self) -> str:
         self.answer()
-        page = self.engine.damage_checkpoint()
+        page = damage_checkpoint(self.engine)
         try:
             self.answer()
             return ""
         except EngineError as error:
             return error.message
         finally:
-            self.engine.damage_checkpoint(page)
+            damage_checkpoint(self.engine, page)
 
     def cached(self) -> int:
         self.answer()

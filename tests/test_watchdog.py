@@ -80,7 +80,7 @@ def test_the_rate_is_the_measured_one_and_is_tried_where_nobody_measured():
 def test_an_engine_under_a_desktop_computes_in_smaller_chunks(phantom, words, monkeypatch):
     card = Gpu("NVIDIA GeForce GTX 1650", driver_model="WDDM")
     monkeypatch.setattr(
-        "engine.engine.chunk_for", lambda asked, config, *more: bounded_chunk(asked, config, card, lambda: 2e9)
+        "engine.ring.chunk_for", lambda asked, config, *more: bounded_chunk(asked, config, card, lambda: 2e9)
     )
     engine = Engine(EngineConfig(model="", max_context=2048, kv_capacity=2048, prefill_chunk=1024), phantom)
     try:
