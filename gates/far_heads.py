@@ -13,6 +13,7 @@ import numpy as np
 
 from engine.config import RecallParams, SamplingParams
 from engine.engine import Engine
+from engine.examine import looks
 from engine.recall.recall import Look
 from gates.arms import ANSWER
 from gates.bare import stops
@@ -48,11 +49,11 @@ def measure(context: Context, tokens: int = TOKENS) -> np.ndarray:
     return np.max(found, axis=0)
 
 
-def _farthest(looks: list[Look], sink: int, recent: int) -> np.ndarray:
+def _farthest(seen: list[Look], sink: int, recent: int) -> np.ndarray:
     """float [layer, kv_head]: the most that one page between sink and recent ones got in any step."""
-    layers = 1 + max(look.layer for look in looks)
-    most = np.zeros((layers, len(looks[0].scores)))
-    for look in looks:
+    layers = 1 + max(look.layer for look in seen)
+    most = np.zeros((layers, len(seen[0].scores)))
+    for look in seen:
         between = look.scores[:, sink : look.scores.shape[1] - recent]
         most[look.layer] = np.maximum(most[look.layer], between.max(1, initial=0.0))
     return most
