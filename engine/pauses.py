@@ -15,6 +15,6 @@ def exempt_loaded() -> None:
 
 
 def let_go() -> None:
-    """Free what is not used any more, also of what was exempt: an engine is part of cycles, and its model with it."""
+    """Free what is not used any more, also of what was exempt and has become part of a cycle."""
     gc.unfreeze()
     gc.collect()
