@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.ops.follow import await_results, follow
 from engine.ops.packed import UNIT, Packed
-from engine.ops.triton_mma import columns, in_order, inlined, mma
+from engine.ops.triton_mma import ahead, columns, in_order, inlined, mma
 from engine.ops.triton_numbers import constants, number, taken
 from engine.weights.quant import BYTES, NIBBLES, NONE, SIGNED, QuantType
 
@@ -48,19 +48,36 @@ def _same(x, c, F: tl.constexpr, WEIGHT: tl.constexpr, MANTISSA: tl.constexpr):
 
 
 @inlined
-def _sums(
-    words, words_too, x, zero, BITS: tl.constexpr, MORE: tl.constexpr, MAGIC: tl.constexpr, MORE_MAGIC: tl.constexpr,
-    ADDED: tl.constexpr, ADDED_TOO: tl.constexpr, ONE: tl.constexpr, TABLE: tl.constexpr,
-    HALF: tl.constexpr, BOTH: tl.constexpr,
+def _constants(
+    x, zero, ADDED: tl.constexpr, ADDED_TOO: tl.constexpr, ONE: tl.constexpr,
     PART: tl.constexpr, PARTS: tl.constexpr, MANTISSA: tl.constexpr,
 ):  # fmt: skip
-    """Sums over a part of units: of (magic + code) x, of one unit or of both; of what was added; of x if ONE is not 0.
+    """Sums over a part of units, the same for every row: of what was added to codes; of x if ONE is not 0."""
+    added = (zero, zero, zero, zero)
+    total = added
+    for F in tl.static_range(8 // PARTS * PART, 8 // PARTS * (PART + 1)):
+        if ADDED[F] != 0:
+            added = _same(x, added, F, ADDED, MANTISSA)
+        if ADDED_TOO[F] != 0:
+            added = _same(x, added, F, ADDED_TOO, MANTISSA)
+        if ONE[F] != 0:
+            total = _same(x, total, F, ONE, MANTISSA)
+    return added, total
+
+
+@inlined
+def _sums(
+    words, words_too, x, zero, BITS: tl.constexpr, MORE: tl.constexpr, MAGIC: tl.constexpr, MORE_MAGIC: tl.constexpr,
+    TABLE: tl.constexpr, HALF: tl.constexpr, BOTH: tl.constexpr,
+    PART: tl.constexpr, PARTS: tl.constexpr, MANTISSA: tl.constexpr,
+):  # fmt: skip
+    """Sums over a part of units: of (magic + code) x, of one unit, and of the other if BOTH.
 
     Side by side, because each waits for its last.
     """
     ADJACENT: tl.constexpr = BITS == 2
     c = (zero, zero, zero, zero)
-    upper, added, total = c, c, c
+    upper = c
     low, low_too = taken(words, 0, HALF, BITS, ADJACENT, TABLE), taken(words_too, 0, HALF, BITS, ADJACENT, TABLE)
     if BOTH:
         up, up_too = taken(words, 0, 1, BITS, ADJACENT, TABLE), taken(words_too, 0, 1, BITS, ADJACENT, TABLE)
@@ -72,17 +89,11 @@ def _sums(
         c = _step(low, low_too, x, c, F, BITS, MAGIC, TABLE, MANTISSA)
         if BOTH:
             upper = _step(up, up_too, x, upper, F, BITS, MAGIC, TABLE, MANTISSA)
-        if ADDED[F] != 0:
-            added = _same(x, added, F, ADDED, MANTISSA)
-        if ADDED_TOO[F] != 0:
-            added = _same(x, added, F, ADDED_TOO, MANTISSA)
         if MORE > 0:
             c = _step(high, high_too, x, c, F, MORE, MORE_MAGIC, None, MANTISSA)
             if BOTH:
                 upper = _step(top, top_too, x, upper, F, MORE, MORE_MAGIC, None, MANTISSA)
-        if ONE[F] != 0:
-            total = _same(x, total, F, ONE, MANTISSA)
-    return c, upper, added, total
+    return c, upper
 
 
 @inlined
@@ -132,20 +143,21 @@ def _marks(
 
 @inlined
 def _fetch(
-    low_plane, high_plane, d, m, sub, row, row_too, chunk, t, units, BITS: tl.constexpr, MORE: tl.constexpr,
-    LOW: tl.constexpr, SUB: tl.constexpr, PER_BLOCK: tl.constexpr, SINGLE: tl.constexpr,
+    low_plane, high_plane, d, m, sub, first, apart, rows, chunk, t, g, units, BITS: tl.constexpr, MORE: tl.constexpr,
+    LOW: tl.constexpr, SUB: tl.constexpr, PER_BLOCK: tl.constexpr, SINGLE: tl.constexpr, TILES: tl.constexpr, BESIDE: tl.constexpr,
 ):  # fmt: skip
-    """Words and marks of a chunk of both of a lane's rows."""
+    """Words and marks of a chunk, of both of a lane's rows of each tile."""
     ADJACENT: tl.constexpr = BITS == 2
     unit = chunk + (2 if ADJACENT else 1) * t
-    words = _words(low_plane, row, unit, units, BITS, ADJACENT)
-    words_too = _words(low_plane, row_too, unit, units, BITS, ADJACENT)
-    if MORE > 0:
-        words += _words(high_plane, row, unit, units, MORE, ADJACENT)
-        words_too += _words(high_plane, row_too, unit, units, MORE, ADJACENT)
-    marks = _marks(d, m, sub, row, chunk, t, units, LOW, SUB, PER_BLOCK, ADJACENT, SINGLE)
-    marks_too = _marks(d, m, sub, row_too, chunk, t, units, LOW, SUB, PER_BLOCK, ADJACENT, SINGLE)
-    return (words, marks), (words_too, marks_too)
+    found = ()
+    for half_tile in tl.static_range(2 * TILES):
+        row = first + half_tile // 2 // BESIDE * apart + half_tile % (2 * BESIDE) * 8 + g
+        row = tl.minimum(row, rows - 1)
+        words = _words(low_plane, row, unit, units, BITS, ADJACENT)
+        if MORE > 0:
+            words += _words(high_plane, row, unit, units, MORE, ADJACENT)
+        found += ((words, _marks(d, m, sub, row, chunk, t, units, LOW, SUB, PER_BLOCK, ADJACENT, SINGLE)),)
+    return found
 
 
 @inlined
@@ -206,48 +218,86 @@ def _added(results, value, AT: tl.constexpr):
 
 
 @inlined
-def _store(out, result, result_too, first, x_row, count, rows, out_stride, SINGLE: tl.constexpr, STEP: tl.constexpr):
-    """Add up threads' sums for rows first .. first + 15, and write them."""
+def _whole(result, result_too, SINGLE: tl.constexpr, STEP: tl.constexpr):
+    """Threads' sums added up: [8, rows of x, 2] of the rows g and g + 8 of a tile."""
     WARPS: tl.constexpr = result.shape[0] // 32
     HALVES: tl.constexpr = 1 if SINGLE else 2
     by_row = tl.reshape(tl.join(result, result_too), [WARPS, 8, HALVES, 4 // HALVES, 2])
-    total = tl.sum(tl.sum(by_row, 3), 0) * STEP
+    return tl.sum(tl.sum(by_row, 3), 0) * STEP
+
+
+@inlined
+def _store(out, total, first, x_row, count, rows, out_stride):
+    """Write the sums of rows first .. first + 15."""
     row = first + tl.arange(0, 8)[:, None, None] + 8 * tl.arange(0, 2)[None, None, :]
-    x_row = x_row + tl.arange(0, HALVES)[None, :, None]
+    x_row = x_row + tl.arange(0, total.shape[1])[None, :, None]
     tl.store(out + x_row * out_stride + row, total.to(out.dtype.element_ty), mask=(row < rows) & (x_row < count))
+
+
+@inlined
+def _rounded(value, out):
+    """To what `out` can hold, float32."""
+    return value.to(out.dtype.element_ty).to(tl.float32)
+
+
+@inlined
+def _moved_up(queue, last):
+    found = ()
+    for index in tl.static_range(1, len(queue)):
+        found += (queue[index],)
+    return found + (last,)
 
 
 @triton.jit
 def _multiply_few(
-    x, low_plane, high_plane, d, m, sub, out, count, rows, units, x_stride, out_stride,
+    x, low_plane, high_plane, d, m, sub, out, count, rows, units, x_stride, out_stride, apart,
     BITS: tl.constexpr, MORE: tl.constexpr, MAGIC: tl.constexpr, MORE_MAGIC: tl.constexpr,
     ADDED: tl.constexpr, ADDED_TOO: tl.constexpr, ONE: tl.constexpr, TABLE: tl.constexpr, TOTALS: tl.constexpr,
     STEP: tl.constexpr, LOW: tl.constexpr, SUB: tl.constexpr, PARTS: tl.constexpr, PER_BLOCK: tl.constexpr,
-    MANTISSA: tl.constexpr, PAIRS: tl.constexpr, SINGLE: tl.constexpr, WARPS: tl.constexpr, FOLLOW: tl.constexpr,
+    MANTISSA: tl.constexpr, PAIRS: tl.constexpr, SINGLE: tl.constexpr, GATED: tl.constexpr, TILES: tl.constexpr,
+    WARPS: tl.constexpr, DEPTH: tl.constexpr, AHEAD: tl.constexpr, PROBE: tl.constexpr,
+    FOLLOW: tl.constexpr,
 ):  # fmt: skip
     STRIDE: tl.constexpr = 2 if BITS == 2 else 1
     NEXT: tl.constexpr = 1 if BITS == 2 else 4
     thread = tl.arange(0, 32 * WARPS)
     t, g, warp = thread % 4, thread // 4 % 8, thread // 32
-    first_row = tl.program_id(0).to(tl.int64) * 16
-    row, row_too = tl.minimum(first_row + g, rows - 1), tl.minimum(first_row + 8 + g, rows - 1)
+    BESIDE: tl.constexpr = TILES // 2 if GATED else TILES
+    first_row = tl.program_id(0).to(tl.int64) * (16 * BESIDE)
     # The first fetch waits for nobody: of the kernels that take part, none writes a matrix.
-    own, own_too = _fetch(
-        low_plane, high_plane, d, m, sub, row, row_too, 8 * warp, t, units, BITS, MORE, LOW, SUB, PER_BLOCK, SINGLE
-    )  # fmt: skip
+    queue = ()
+    for early in tl.static_range(DEPTH):
+        queue += (_fetch(
+            low_plane, high_plane, d, m, sub, first_row, apart, rows, 8 * (early * WARPS + warp), t, g, units, BITS,
+            MORE, LOW, SUB, PER_BLOCK, SINGLE, TILES, BESIDE,
+        ),)  # fmt: skip
+    if AHEAD:
+        for beside in tl.static_range(TILES // BESIDE):
+            at = first_row + beside * apart
+            ahead(low_plane + at * units * BITS, tl.minimum(rows - at, 16 * BESIDE) * units * (4 * BITS), 32 * beside)
     await_results(FOLLOW)
     zero = tl.zeros([32 * WARPS], tl.float32)
     results = ()
-    for _ in tl.static_range(2 * PAIRS):
+    for _ in tl.static_range(2 * PAIRS * TILES):
         results += (zero,)
     for first in range(0, units, 8 * WARPS):
         chunk = first + 8 * warp
-        after = chunk + 8 * WARPS
-        coming, coming_too = _fetch(
-            low_plane, high_plane, d, m, sub, row, row_too, after, t, units, BITS, MORE, LOW, SUB, PER_BLOCK, SINGLE
+        own = queue[0]
+        coming = _fetch(
+            low_plane, high_plane, d, m, sub, first_row, apart, rows, chunk + 8 * DEPTH * WARPS, t, g, units, BITS,
+            MORE, LOW, SUB, PER_BLOCK, SINGLE, TILES, BESIDE,
         )  # fmt: skip
         in_order()
-        for step in tl.static_range(1 if SINGLE else 2 * PAIRS):
+        if PROBE:
+            for read in tl.static_range(2 * TILES):
+                mixed = tl.zeros([32 * WARPS], tl.int32)
+                for plane in tl.static_range(len(own[read][0])):
+                    words = columns(own[read][0][plane])
+                    for word in tl.static_range(len(words)):
+                        mixed ^= words[word]
+                scale = _scales(own[read][1], 0, 0, LOW, SUB, PER_BLOCK)
+                results = _added(results, scale[0] + scale[1] + scale[2] + (mixed & 3).to(tl.float32), read)
+        for step in tl.static_range(0 if PROBE else 1 if SINGLE else 2 * PAIRS):
             if SINGLE:
                 x_row, unit = g * 0, chunk + STRIDE * t + NEXT * (g // 4)
             else:
@@ -255,28 +305,40 @@ def _multiply_few(
             numbers = _numbers(x, x_row * x_stride, unit, (g % 4 == t) & (unit < units) & (x_row < count))
             in_order()
             for part in tl.static_range(PARTS):
-                sums, upper, added, total = _sums(
-                    own[0], own_too[0], numbers, zero, BITS, MORE, MAGIC, MORE_MAGIC, ADDED, ADDED_TOO, ONE,
-                    TABLE, step // PAIRS, SINGLE, part, PARTS, MANTISSA,
-                )  # fmt: skip
-                if SINGLE:
-                    sums = (
-                        tl.where(t < 2, sums[0], upper[0]), tl.where(t < 2, sums[1], upper[1]),
-                        tl.where(t < 2, sums[2], upper[2]), tl.where(t < 2, sums[3], upper[3]),
-                    )  # fmt: skip
+                added, total = _constants(numbers, zero, ADDED, ADDED_TOO, ONE, part, PARTS, MANTISSA)
                 if TOTALS != 0:
                     total = added[0] * TOTALS, added[1] * TOTALS, added[2], added[3]
-                for which in tl.static_range(2):
-                    scale = _scales(own_too[1] if which else own[1], step // PAIRS, part, LOW, SUB, PER_BLOCK)
-                    found = scale[0] * (sums[2 * which] - added[0]) + scale[1] * (sums[2 * which + 1] - added[1])
-                    if LOW != 0:
-                        found += scale[2] * total[0] + scale[3] * total[1]
-                    results = _added(results, found, 2 * (step % PAIRS) + which)
-        own, own_too = coming, coming_too
-    for pair in tl.static_range(PAIRS):
-        _store(
-            out, results[2 * pair], results[2 * pair + 1], first_row, 2 * pair, count, rows, out_stride, SINGLE, STEP
-        )  # fmt: skip
+                for tile in tl.static_range(TILES):
+                    sums, upper = _sums(
+                        own[2 * tile][0], own[2 * tile + 1][0], numbers, zero, BITS, MORE, MAGIC, MORE_MAGIC,
+                        TABLE, step // PAIRS, SINGLE, part, PARTS, MANTISSA,
+                    )  # fmt: skip
+                    if SINGLE:
+                        sums = (
+                            tl.where(t < 2, sums[0], upper[0]), tl.where(t < 2, sums[1], upper[1]),
+                            tl.where(t < 2, sums[2], upper[2]), tl.where(t < 2, sums[3], upper[3]),
+                        )  # fmt: skip
+                    for which in tl.static_range(2):
+                        scale = _scales(own[2 * tile + which][1], step // PAIRS, part, LOW, SUB, PER_BLOCK)
+                        found = scale[0] * (sums[2 * which] - added[0]) + scale[1] * (sums[2 * which + 1] - added[1])
+                        if LOW != 0:
+                            found += scale[2] * total[0] + scale[3] * total[1]
+                        results = _added(results, found, 2 * (TILES * (step % PAIRS) + tile) + which)
+        queue = _moved_up(queue, coming)
+    if GATED:
+        for tile in tl.static_range(BESIDE):
+            gate = _whole(results[2 * tile], results[2 * tile + 1], SINGLE, STEP)
+            up = _whole(results[2 * (BESIDE + tile)], results[2 * (BESIDE + tile) + 1], SINGLE, STEP)
+            gate, up = _rounded(gate, out), _rounded(up, out)
+            found = _rounded(gate * tl.sigmoid(gate), out) * up
+            _store(out, found, first_row + 16 * tile, 0, count, rows // 2, out_stride)
+    else:
+        for pair in tl.static_range(PAIRS):
+            for tile in tl.static_range(TILES):
+                whole = _whole(
+                    results[2 * (TILES * pair + tile)], results[2 * (TILES * pair + tile) + 1], SINGLE, STEP
+                )  # fmt: skip
+                _store(out, whole, first_row + 16 * tile, 2 * pair, count, rows, out_stride)
 
 
 def _scaling(kind: QuantType) -> dict[str, int]:
@@ -289,10 +351,14 @@ def _scaling(kind: QuantType) -> dict[str, int]:
     }
 
 
-def multiply_few(x: Tensor, matrix: Packed, out: Tensor, warps: int | None = None) -> None:
+def multiply_few(
+    x: Tensor, matrix: Packed, out: Tensor, tiles: int = 1, warps: int | None = None, *, gated: bool = False,
+    ahead: bool = False, depth: int = 1, top: bool = False, probe: bool = False, **more: int,
+) -> None:  # fmt: skip
     """As `Kernels.multiply`, for 1 to 8 rows of x of 16 bits an element.
 
-    warps: that share 16 rows of the matrix, chunk by chunk. By default few where rows alone fill a card.
+    tiles: of 16 rows of the matrix that a warp multiplies by what it loaded of x. warps: that share tiles, chunk by
+    chunk. gated: the matrix is gate's rows above up's, and out [1, rows / 2] gets silu(gate) * up.
     """
     warps = warps or (4 if matrix.rows >= MANY else 8)
     count, units = len(x), matrix.columns // UNIT
@@ -301,8 +367,13 @@ def multiply_few(x: Tensor, matrix: Packed, out: Tensor, warps: int | None = Non
     m, sub = (matrix.d if tensor is None else tensor for tensor in (matrix.m, matrix.sub))
     if matrix.kind.group == UNIT // 2:
         sub = sub.view(torch.int16)
-    _multiply_few[(triton.cdiv(matrix.rows, 16),)](
+    beside = tiles // 2 if gated else tiles
+    made = constants(matrix.kind, matrix.dtype) | _scaling(matrix.kind)
+    if top:
+        made |= {"MAGIC": None, "ADDED": (0,) * 8, "ADDED_TOO": (0,) * 8, "STEP": 0.5}
+    _multiply_few[(triton.cdiv(matrix.rows // 2 if gated else matrix.rows, 16 * beside),)](
         x.contiguous().view(torch.int32), words[0], words[-1], matrix.d, m, sub, out, count, matrix.rows, units,
-        UNIT // 2 * units, out.stride(0), **constants(matrix.kind, matrix.dtype), **_scaling(matrix.kind),
-        PAIRS=pairs, SINGLE=count == 1, WARPS=warps, num_warps=warps, **follow(x),
+        UNIT // 2 * units, out.stride(0), matrix.rows // 2 if gated else 16, **made,
+        PAIRS=pairs, SINGLE=count == 1, GATED=gated, TILES=tiles, WARPS=warps, DEPTH=depth, AHEAD=ahead,
+        PROBE=probe, num_warps=warps, **more, **follow(x),
     )  # fmt: skip

@@ -70,7 +70,9 @@ def number(
     MANTISSA: tl.constexpr,
 ):  # fmt: skip
     """Columns 4 F + 2 V and the next of a unit as two floats: what MAGIC holds + code, or what the table holds."""
-    if TABLE is None:
+    if MAGIC is None:
+        number = ~(pairs[V] << (14 - 2 * F)) & (0xC000C000 - (1 << 32))
+    elif TABLE is None:
         per: tl.constexpr = MANTISSA // BITS
         field: tl.constexpr = F % 4 if BITS == 4 else F
         mask: tl.constexpr = ((1 << BITS) - 1) * 0x10001 << BITS * (field % per)
