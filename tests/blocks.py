@@ -24,6 +24,14 @@ def random_blocks(kind: QuantType, rows: int, blocks: int, seed: int) -> np.ndar
     return raw.reshape(rows, -1)
 
 
+def below_three(raw: np.ndarray, kind: QuantType) -> np.ndarray:
+    """Blocks of TQ2_0 without the code that no quantiser writes: each 3 becomes a 2."""
+    blocks = raw.reshape(len(raw), -1, kind.block_bytes).copy()
+    codes = blocks[..., :64]
+    codes ^= codes & codes >> 1 & 0x55
+    return blocks.reshape(raw.shape)
+
+
 def values(raw: np.ndarray, kind: QuantType) -> torch.Tensor:
     """float32 [row, column], by the oracle."""
     return torch.from_numpy(gguf.dequantize(raw, gguf.GGMLQuantizationType[kind.name]))

@@ -6,6 +6,8 @@ Triton's interpreter on tiny shapes.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -14,17 +16,19 @@ from hypothesis import strategies as st
 
 from engine.config import WEIGHT_TYPES
 from engine.model.packing import held_bits
-from engine.ops.linear import linear
+from engine.ops.linear import gated, linear
+from engine.ops.norm import swiglu
 from engine.ops.packed import TORCH, Kernels, Mixed, Packed, multiplied, pack, pack_blocks, stack, takes_four_bit
 from engine.ops.packed_kernels import disagreement
 from engine.weights.quant import TYPES, QuantType
 from engine.weights.quantise import quantise, quantisers
 from engine.weights.random_parts import random_parts
-from tests.blocks import DEVICE, furthest, random_blocks, values
+from tests.blocks import DEVICE, below_three, furthest, random_blocks, values
 
 
 def packed(raw: np.ndarray, kind: QuantType, dtype: torch.dtype = torch.float32, kernels: Kernels = TORCH) -> Packed:
-    return pack_blocks(torch.from_numpy(raw), kind, dtype, DEVICE, kernels)
+    of_planes = kernels is not TORCH  # under the interpreter too, where a CPU has another form
+    return pack_blocks(torch.from_numpy(raw), kind, dtype, DEVICE, kernels, multiply=not of_planes)
 
 
 def triton_kernels() -> Kernels:
@@ -97,6 +101,7 @@ def test_products_on_tensor_cores_are_exact_sums_of_what_they_are_given(name, ro
     """Tails of rows, of chunks and of pairs of x; float32 is written, so that nothing hides behind its rounding."""
     kind = TYPES[name]
     raw = random_blocks(kind, rows, blocks if kind.block == 32 else 1 + blocks // 5, seed)
+    raw = below_three(raw, kind) if name == "TQ2_0" else raw
     matrix = packed(raw, kind, dtype, tensor_core_kernels())
     x = torch.randn(count, matrix.columns, generator=torch.Generator().manual_seed(seed)).to(dtype)
     out = torch.full((count, rows + 3), torch.nan, device=DEVICE)
@@ -105,6 +110,67 @@ def test_products_on_tensor_cores_are_exact_sums_of_what_they_are_given(name, ro
     wanted = x.float() @ values(raw, kind).T
     assert float((out[:, 2 : 2 + rows].cpu() - wanted).abs().max()) <= 2e-4 * float(terms.max())
     assert out[:, :2].isnan().all() and out[:, 2 + rows :].isnan().all()
+
+
+@pytest.mark.parametrize("name", TYPES)
+@settings(max_examples=2)
+@given(
+    ffn=st.integers(1, 35),
+    blocks=st.integers(1, 9),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16]),
+    seed=st.integers(0, 99),
+)
+def test_a_gated_product_is_silu_of_its_upper_half_times_its_lower(name, ffn, blocks, dtype, seed) -> None:
+    kind = TYPES[name]
+    raw = random_blocks(kind, 2 * ffn, blocks if kind.block == 32 else 1 + blocks // 5, seed)
+    matrix = packed(raw, kind, dtype, tensor_core_kernels())
+    x = torch.randn(1, matrix.columns, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    out = torch.full((1, ffn + 3), torch.nan, device=DEVICE)
+    matrix.kernels.gated(x.to(DEVICE), matrix, out[:, 2 : 2 + ffn])
+    gate, up = (x.float() @ values(raw, kind).T).chunk(2, 1)
+    error = 2e-4 * float((x.float().abs() @ values(raw, kind).abs().T).max())
+    allowed = error * (1.1 * up.abs() + gate.abs() + error) + 1e-5 * (gate * up).abs()
+    assert ((out[:, 2 : 2 + ffn].cpu() - swiglu(torch.cat([gate, up], 1))).abs() <= allowed).all()
+    assert out[:, :2].isnan().all() and out[:, 2 + ffn :].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["Q4_K", "TQ2_0"])
+def test_one_row_is_gated_in_its_product_as_it_would_be_after_it(name: str, dtype: torch.dtype) -> None:
+    """Rounded twice, too. Several rows, and those with a bias, have their gate after the product."""
+    from engine.ops.triton_layers import swiglu as triton_swiglu
+
+    def unwanted(*_) -> None:
+        raise AssertionError
+
+    kernels = tensor_core_kernels()
+    matrix = packed(random_blocks(TYPES[name], 2 * 35, 2, 4), TYPES[name], dtype, kernels)
+    x = 0.05 * torch.randn(3, 512, generator=torch.Generator().manual_seed(1))
+    x = x.to(DEVICE, dtype)
+    bias = torch.randn(70).to(DEVICE, dtype)
+    fused = replace(matrix, kernels=replace(kernels, multiply=unwanted))
+    plain = replace(matrix, kernels=replace(kernels, gated=unwanted))
+    assert torch.equal(gated(x[:1], fused, None, unwanted), triton_swiglu(linear(x[:1], matrix)))
+    for rows, more in ((1, bias), (3, None)):
+        assert torch.equal(gated(x[:rows], plain, more, triton_swiglu), triton_swiglu(linear(x[:rows], matrix, more)))
+
+
+def test_a_ternary_file_with_a_fourth_code_is_multiplied_as_it_stands() -> None:
+    kind = TYPES["TQ2_0"]
+    whole = below_three(random_blocks(kind, 22, 2, 8), kind)
+    damaged = whole.copy()
+    damaged[17, 40] |= 0b1100
+    pieces = [packed(raw, kind, torch.float16, tensor_core_kernels()) for raw in (whole, damaged)]
+    assert [piece.ternary for piece in pieces] == [True, False]
+    raws = [whole, damaged, np.concatenate([whole, damaged])]
+    for raw, matrix in zip(raws, [*pieces, stack(pieces)], strict=True):
+        for count in (1, 3):
+            x = torch.randn(count, 512, generator=torch.Generator().manual_seed(count)).half()
+            wanted = x.float() @ values(raw, kind).T
+            assert furthest(linear(x.to(DEVICE), matrix), wanted) < 1e-3
+        out = torch.empty(1, len(raw) // 2, device=DEVICE)
+        matrix.kernels.gated(x[:1].to(DEVICE), matrix, out)
+        assert furthest(out, swiglu(wanted[:1])) < 1e-3
 
 
 @pytest.mark.parametrize("name", TYPES)
@@ -131,6 +197,10 @@ def test_kernels_that_disagree_are_found_before_they_serve(name: str) -> None:
     assert disagreement(name, triton_kernels(), DEVICE, torch.float32) == ""
     wrong = Kernels(lambda x, matrix, out: out.zero_(), TORCH.rows_of)
     assert "differ" in disagreement(name, wrong, DEVICE, torch.float32)
+    kernels = tensor_core_kernels()
+    assert disagreement(name, kernels, DEVICE, torch.float16) == ""
+    wrong = replace(kernels, gated=lambda x, matrix, out: kernels.multiply(x, matrix.part(slice(len(out[0]))), out))
+    assert "differ" in disagreement(name, wrong, DEVICE, torch.float16)
 
 
 def test_parts_of_several_types_are_one_matrix() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -13,9 +14,11 @@ from engine.config import EngineConfig, SamplingParams
 from engine.engine import Engine
 from engine.model.load import load_model, open_model
 from engine.model.packing import held_bytes
-from engine.ops.packed import Mixed
+from engine.model.random import SHAPES, random_model
+from engine.model.sizes import Sizes
+from engine.ops.packed import TORCH, Kernels, Mixed
 from engine.weights.quant import TYPES
-from tests.blocks import DEVICE, random_blocks
+from tests.blocks import DEVICE, furthest, random_blocks
 from tests.gguf_models import save_gguf
 from tests.models import smollm2_file, tiny_model
 
@@ -49,6 +52,25 @@ def test_a_model_of_packed_weights_is_the_dequantised_one(tmp_path: Path) -> Non
     for loaded, types in ((dense, ()), (packed_model, TYPES)):
         expected = held_bytes(source, source.shapes, types, DEVICE.type, torch.float32)
         assert loaded.transformer.weight_bytes == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_single_token_is_gated_in_its_products_and_computes_what_the_reference_does(monkeypatch) -> None:
+    pytest.importorskip("triton", reason="triton has no wheel here")
+    from engine.ops.triton_packed import TENSOR_CORES
+
+    monkeypatch.setitem(SHAPES, "small", Sizes("llama", 2, 64, 96, 2, 1, 32, 64, 1e4, 512))
+
+    def forward(kernels: Kernels, tokens: list[int]) -> torch.Tensor:
+        model, _, config = random_model("random:small", DEVICE, torch.float16, TYPES["Q4_0"], kernels)
+        groups = config.heads // config.kv_heads
+        taken = torch.tensor(tokens, device=DEVICE)
+        return model.forward(taken, lambda layer, q, k, v: v.repeat_interleave(groups, 1)).float().cpu()
+
+    calls = []
+    kernels = replace(TENSOR_CORES, gated=lambda *of: calls.append(of) or TENSOR_CORES.gated(*of))
+    for tokens, expected in (([5, 7], 0), ([5], 2)):
+        assert furthest(forward(kernels, tokens), forward(TORCH, tokens)) < 4e-3
+        assert len(calls) == expected
 
 
 def smollm2(dtype: str, form: str) -> Engine:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.model.config import ModelConfig
-from engine.ops.linear import Matrix, embedding, linear
+from engine.ops.linear import Matrix, embedding, gated, linear
 from engine.ops.norm import TORCH, Passes, geglu, rms_norm
 from engine.ops.packed import Packed
 from engine.ops.rope import Rotary
@@ -69,7 +69,6 @@ class Transformer:
         self.sliding_rope = self.rope
         if config.sliding_rope is not None:
             self.sliding_rope = Rotary(config.sliding_rope, config.head_dim, self.device, config.query_scale)
-        self._gate = geglu if config.gelu else None
         self._scale = torch.tensor(config.embedding_scale, dtype=self.dtype, device=self.device)
         self._parts = [config.heads, config.kv_heads, config.kv_heads]
 
@@ -85,7 +84,6 @@ class Transformer:
         hidden, delta = embedding(tokens, self.weights.embed), None  # [T, hidden]
         if self.config.embedding_scale != 1.0:
             hidden = hidden * self._scale
-        gate = self._gate or passes.swiglu
         for index, layer in enumerate(self.weights.layers):
             hidden, x = passes.add_rms_norm(hidden, delta, layer.attention_norm, eps)
             q, k, v = self._project(layer, x, passes)
@@ -94,8 +92,7 @@ class Transformer:
             if layer.attention_out_norm is not None:
                 delta = rms_norm(delta, layer.attention_out_norm, eps)
             hidden, x = passes.add_rms_norm(hidden, delta, layer.mlp_norm, eps)
-            gate_up = linear(x, layer.gate_up, layer.gate_up_bias)
-            delta = linear(gate(gate_up), layer.down, layer.down_bias)
+            delta = linear(self._gated(layer, x, passes), layer.down, layer.down_bias)
             if layer.mlp_out_norm is not None:
                 delta = rms_norm(delta, layer.mlp_out_norm, eps)
         return passes.add_rms_norm(hidden, delta, self.weights.norm, eps)[1]
@@ -111,6 +108,12 @@ class Transformer:
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = passes.head_norm(q, k, layer.q_norm, layer.k_norm, self.config.norm_eps)
         return [q, k, v]
+
+    def _gated(self, layer: LayerWeights, x: Tensor, passes: Passes) -> Tensor:
+        """x [T, hidden] -> act(gate) * up, [T, ffn]."""
+        if self.config.gelu:
+            return geglu(linear(x, layer.gate_up, layer.gate_up_bias))
+        return gated(x, layer.gate_up, layer.gate_up_bias, passes.swiglu)
 
 
 def _tensors(weights: Weights) -> list[Matrix]:

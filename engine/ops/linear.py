@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,6 +29,16 @@ def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
             piece.copy_(_plain(x, part))
         row += part.shape[0]
     return out if bias is None else out.add_(bias)
+
+
+def gated(x: Tensor, gate_up: Matrix, bias: Tensor | None, swiglu: Callable[[Tensor], Tensor]) -> Tensor:
+    """x [N, in], gate_up [2 ffn, in] -> swiglu of `linear` [N, ffn]; of one row by one kernel where there is one."""
+    fused = gate_up.kernels.gated if isinstance(gate_up, Packed) and bias is None and x.shape[0] == 1 else None
+    if fused is None:
+        return swiglu(linear(x, gate_up, bias))
+    out = torch.empty(1, gate_up.rows // 2, dtype=x.dtype, device=x.device)
+    fused(x, gate_up, out)
+    return out
 
 
 def embedding(index: Tensor, weight: Matrix) -> Tensor:

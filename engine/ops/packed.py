@@ -30,6 +30,7 @@ class Kernels:
 
     multiply: Callable[[Tensor, Packed, Tensor], None]  # x [N, columns], matrix, out [N, rows], of one dtype
     rows_of: Callable[[Packed, Tensor], Tensor]  # matrix, index int64 [n] -> [n, columns]
+    gated: Callable[[Tensor, Packed, Tensor], None] | None = None  # x [1, columns] -> out [1, rows / 2], its swiglu
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Packed:
     table: Tensor | None  # float32 [16]
     kernels: Kernels
     four: FourBit | None = None  # the codes as a CPU multiplies few rows with them, instead of planes
+    ternary: bool = False  # every code is below 3
 
     @property
     def rows(self) -> int:
@@ -125,8 +127,10 @@ def pack(parts: Parts, kind: QuantType, dtype: torch.dtype, kernels: Kernels) ->
     sub = None if parts.sub is None else parts.sub.contiguous()
     m = None if parts.m is None else parts.m.contiguous()
     table = torch.tensor(kind.table, dtype=torch.float32, device=parts.codes.device) if kind.table else None
+    ternary = kind.ternary and not bool((parts.codes == 3).any())  # a file may hold what no quantiser writes
+    planes = _planes(parts.codes, kind)
     return Packed(
-        kind, parts.codes.shape[1], dtype, _planes(parts.codes, kind), parts.d.contiguous(), m, sub, table, kernels
+        kind, parts.codes.shape[1], dtype, planes, parts.d.contiguous(), m, sub, table, kernels, ternary=ternary
     )
 
 
@@ -177,7 +181,10 @@ def stack(pieces: Sequence[Packed]) -> Packed:
 
     planes = tuple(torch.cat(planes) for planes in zip(*(piece.planes for piece in pieces), strict=True))
     four = None if pieces[0].four is None else stack_four_bit([piece.four for piece in pieces])
-    return replace(pieces[0], planes=planes, d=joined("d"), m=joined("m"), sub=joined("sub"), four=four)
+    ternary = all(piece.ternary for piece in pieces)
+    return replace(
+        pieces[0], planes=planes, d=joined("d"), m=joined("m"), sub=joined("sub"), four=four, ternary=ternary
+    )
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from engine import kernel_cache
-from engine.ops.packed import TORCH, Kernels, pack
+from engine.ops.norm import swiglu
+from engine.ops.packed import TORCH, Kernels, Packed, pack
 from engine.weights.quant import TYPES
 from engine.weights.random_parts import random_parts
 
@@ -43,18 +46,14 @@ def kernels_for(device: torch.device, dtype: torch.dtype, kinds: Iterable[str]) 
 
 
 def disagreement(name: str, kernels: Kernels, device: torch.device, dtype: torch.dtype) -> str:
-    """How products of 1, 3 and 12 rows and a look-up differ from the reference's; empty where they agree."""
+    """How products of 1, 3, 12 rows, a gated one and look-ups differ from the reference's; empty where they agree."""
     random = torch.Generator(device).manual_seed(0)
-    matrix = pack(random_parts(TYPES[name], *SIZE, 0.02, random), TYPES[name], dtype, TORCH)
-    index = torch.tensor([7, 0, 7, SIZE[0] - 1], device=device)
+    parts = random_parts(TYPES[name], *SIZE, 0.02, random)
+    matrices = [pack(parts, TYPES[name], dtype, TORCH)]
+    if TYPES[name].ternary:  # a code 3 has kernels of its own
+        matrices.append(pack(replace(parts, codes=parts.codes + 1), TYPES[name], dtype, TORCH))
     try:
-        pairs = [(kernels.rows_of(matrix, index), TORCH.rows_of(matrix, index))]
-        for rows in (1, 3, 12):
-            x = torch.randn(rows, SIZE[1], generator=random, device=device).to(dtype)
-            got, wanted = (torch.empty(rows, SIZE[0], dtype=dtype, device=device) for _ in range(2))
-            kernels.multiply(x, matrix, got)
-            TORCH.multiply(x, matrix, wanted)
-            pairs.append((got, wanted))
+        pairs = [pair for matrix in matrices for pair in _pairs(matrix, kernels, random)]
         for got, wanted in pairs:
             error = float((got - wanted).abs().max() / wanted.abs().max())
             if not error <= TOLERANCE[dtype]:
@@ -62,3 +61,20 @@ def disagreement(name: str, kernels: Kernels, device: torch.device, dtype: torch
     except Exception as error:
         return f"could not be built: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
     return ""
+
+
+def _pairs(matrix: Packed, kernels: Kernels, random: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
+    """What these kernels give, and the reference."""
+    dtype, device = matrix.dtype, matrix.device
+    index = torch.tensor([7, 0, 7, SIZE[0] - 1], device=device)
+    yield kernels.rows_of(matrix, index), TORCH.rows_of(matrix, index)
+    for rows in (1, 3, 12):
+        x = torch.randn(rows, SIZE[1], generator=random, device=device).to(dtype)
+        got, wanted = (torch.empty(rows, SIZE[0], dtype=dtype, device=device) for _ in range(2))
+        kernels.multiply(x, matrix, got)
+        TORCH.multiply(x, matrix, wanted)
+        yield got, wanted
+        if rows == 1 and kernels.gated is not None:
+            half = torch.empty(1, SIZE[0] // 2, dtype=dtype, device=device)
+            kernels.gated(x, matrix, half)
+            yield half, swiglu(wanted)

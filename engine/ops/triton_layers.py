@@ -51,14 +51,19 @@ def add_rms_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: floa
 
 
 @triton.jit
+def silu_times(gate, up, dtype: tl.constexpr):
+    """silu(gate), rounded to dtype, times up: as swiglu in that dtype, of float32 that hold numbers of it."""
+    return ((gate * tl.sigmoid(gate)).to(dtype).to(tl.float32) * up).to(dtype)
+
+
+@triton.jit
 def _swiglu(gate_up, out, width, BLOCK: tl.constexpr, FOLLOW: tl.constexpr):
     await_results(FOLLOW)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(gate_up + row * 2 * width + at, mask=at < width, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * 2 * width + width + at, mask=at < width, other=0.0)
-    silu = (gate * tl.sigmoid(gate)).to(up.dtype)
-    tl.store(out + row * width + at, silu * up, mask=at < width)
+    up = tl.load(gate_up + row * 2 * width + width + at, mask=at < width, other=0.0).to(tl.float32)
+    tl.store(out + row * width + at, silu_times(gate, up, out.dtype.element_ty), mask=at < width)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

@@ -60,14 +60,3 @@ def in_order():
     """Loads before it are sent before those after it: else the assembler puts them off to where they are needed."""
     if not INTERPRETED:
         tl.inline_asm_elementwise("bar.warp.sync 0xffffffff; // $0", "=r", [], tl.int32, is_pure=False, pack=1)
-
-
-@inlined
-def ahead(pointer, size, THREAD: tl.constexpr):
-    """Have `size` bytes from a pointer (both multiples of 16) brought into the L2. Compute capability 9.0."""
-    if not INTERPRETED:
-        tl.inline_asm_elementwise(
-            "{ .reg .pred p; .reg .u32 i; mov.u32 i, %tid.x; setp.eq.u32 p, i, $3; "
-            "@p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-            "=r,l,r,n", [pointer.to(tl.int64), size.to(tl.int32), THREAD], dtype=tl.int32, is_pure=False, pack=1
-        )

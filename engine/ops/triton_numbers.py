@@ -2,7 +2,7 @@
 
 Put into the mantissa of a power of two that is large enough, a code makes 2^e + code: a shift that neighbours share,
 and one operation for two codes. The codes' second plane is numbers of its own, of larger powers. What a table holds is
-looked up byte by byte. Layout of codes: ops/packed.py.
+looked up byte by byte. Codes below 3 are numbers at the top of a float. Layout of codes: ops/packed.py.
 """
 
 from __future__ import annotations
@@ -69,7 +69,10 @@ def number(
     pairs, F: tl.constexpr, V: tl.constexpr, BITS: tl.constexpr, MAGIC: tl.constexpr, TABLE: tl.constexpr,
     MANTISSA: tl.constexpr,
 ):  # fmt: skip
-    """Columns 4 F + 2 V and the next of a unit as two floats: what MAGIC holds + code, or what the table holds."""
+    """Columns 4 F + 2 V and the next of a unit as two floats: what MAGIC holds + code, or what the table holds.
+
+    MAGIC None: 2 (code - 1) of codes below 3. As a float's topmost bits ~0, ~1 and ~2 are -2, -0 and 2.
+    """
     if MAGIC is None:
         number = ~(pairs[V] << (14 - 2 * F)) & (0xC000C000 - (1 << 32))
     elif TABLE is None:
@@ -121,8 +124,11 @@ def _exact(value: float, mantissa: int) -> bool:
 
 
 @functools.cache
-def constants(kind: QuantType, dtype: torch.dtype) -> dict[str, object]:
-    """What kernels are compiled with: how codes of a type become numbers of x's dtype, and what that adds to them."""
+def constants(kind: QuantType, dtype: torch.dtype, top: bool) -> dict[str, object]:
+    """What kernels are compiled with: how codes of a type become numbers of x's dtype, and what that makes of them.
+
+    That is, a multiple of them and something more: STEP, and ADDED. top: of codes below 3, as `number` without MAGIC.
+    """
     mantissa = _MANTISSA[dtype]
     powers, at = [], 0
     for bits in kind.planes:
@@ -140,7 +146,7 @@ def constants(kind: QuantType, dtype: torch.dtype) -> dict[str, object]:
                 sums.append(value)
         added.append([_pattern(value, mantissa) for value in sums] + [0])
     same = len(kind.planes) == 1 and len(set(powers[0])) == 1
-    return {
+    found = {
         "BITS": kind.planes[0],
         "MORE": kind.planes[1] if len(kind.planes) > 1 else 0,
         "MAGIC": tuple(_pattern(power, mantissa) for power in powers[0]),
@@ -148,10 +154,12 @@ def constants(kind: QuantType, dtype: torch.dtype) -> dict[str, object]:
         "ADDED": tuple(values[0] for values in added),
         "ADDED_TOO": tuple(values[1] for values in added),
         "ONE": (_pattern(1.0, mantissa) if kind.low and not same else 0,) * 8,
+        "STEP": kind.step,
         "TABLE": _byte_table(kind.table, dtype) if kind.table else None,
         "TOTALS": 1 / powers[0][0] if kind.low and same else 0.0,
         "MANTISSA": mantissa,
     }
+    return found | {"MAGIC": None, "ADDED": (0,) * 8, "ADDED_TOO": (0,) * 8, "STEP": 0.5} if top else found
 
 
 def _byte_table(table: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:

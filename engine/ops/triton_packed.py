@@ -229,6 +229,6 @@ def multiply_on_tensor_cores(x: Tensor, matrix: Packed, out: Tensor) -> None:
 
 
 TRITON = Kernels(multiply, rows_of)
-TENSOR_CORES = Kernels(multiply_on_tensor_cores, rows_of)
+TENSOR_CORES = Kernels(multiply_on_tensor_cores, rows_of, triton_few.multiply_gated)
 LEAST_CAPABILITY = (8, 0)
 """Of TENSOR_CORES."""
