@@ -21,6 +21,10 @@ class ConfigError(KVRingError):
     """A setting that can't be served: refused before any work starts."""
 
 
+class TooLittleMemory(ConfigError):
+    """Settings that go together, but not into the memory that is free."""
+
+
 class ModelError(KVRingError):
     """A model file or folder that is missing, damaged or not supported."""
 

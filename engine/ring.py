@@ -18,9 +18,10 @@ from engine.device import (
     use_device,
 )
 from engine.errors import ConfigError
-from engine.kv.budget import activation_bytes, plan_capacity
+from engine.kv.budget import activation_bytes
 from engine.kv.choose import choose_kv
 from engine.kv.host import HostStore
+from engine.kv.longest import plan_within
 from engine.kv.page import KVShape
 from engine.kv.pinning import CudaRegistrar
 from engine.kv.pool import DevicePool
@@ -80,7 +81,7 @@ class Ring:
         )
         sizes = (model.config.hidden, model.config.ffn, model.config.heads, model.config.head_dim)
         plan = functools.partial(
-            plan_capacity,
+            plan_within,
             config,
             trained_context=model.config.trained_context,
             memory=free_memory(device, platform, transformer.weight_bytes),

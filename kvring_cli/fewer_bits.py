@@ -21,6 +21,9 @@ ENOUGH = 131_072
 """Tokens of context for which fewer bits are taken. A model that was trained for less, or a line that asks for less,
 needs no more."""
 
+TOO_SHORT = 32_768
+"""Tokens of context below which weights are taken to be too large although something would start."""
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -56,20 +59,26 @@ class Asked:
         return make_plan(self.shape, self.place, config)
 
 
-def fewer_bits(asked: Asked) -> tuple[str, Plan] | None:
-    """For a line whose plan does not fit: of TYPES the first that gives ENOUGH context, else the one that gives the
-    most; None: `--weights` is named, or the model can't be quantised, or nothing would do."""
-    if asked.named:
-        return None
+def fewer_bits(asked: Asked, plan: Plan) -> tuple[str, Plan] | None:
+    """For a line whose `plan` does not fit or leaves less than TOO_SHORT: of TYPES the first that gives ENOUGH context,
+    else the one that gives the most. None: `--weights` is named, or a model can't be quantised, or nothing would do."""
     enough = min(ENOUGH, asked.config.max_context or ENOUGH, asked.shape.trained_context)
+    held = plan.capacity.context if plan.capacity else 0
+    if asked.named or held >= min(TOO_SHORT, enough):
+        return None
     found = []
     for weights in TYPES:
         try:
-            plan = asked.plan(weights)
+            smaller = asked.plan(weights)
         except KVRingError:  # a GGUF file: it is what it is
             return None
-        if plan.capacity is not None:
-            found.append((weights, plan))
-            if plan.largest >= enough:
+        if smaller.capacity is not None and smaller.capacity.context > held:
+            found.append((weights, smaller))
+            if smaller.largest >= enough:
                 return found[-1]
     return max(found, key=lambda each: each[1].largest, default=None)
+
+
+def too_large(plan: Plan) -> str:
+    """Why its weights are not held as they are."""
+    return plan.refusal or f"they leave {plan.capacity.context:,} tokens of context"

@@ -12,10 +12,11 @@ import torch
 from engine.config import PAGE, EngineConfig
 from engine.device import DEVICE_SHARE, resolve_dtype
 from engine.errors import ConfigError, KVRingError
-from engine.kv.budget import RAM_HEADROOM, Capacity, Memory, activation_bytes, plan_capacity
+from engine.kv.budget import RAM_HEADROOM, Capacity, Memory, activation_bytes
 from engine.kv.choose import choose_kv
 from engine.kv.dtype import KV, named
-from engine.kv.page import KVShape, page_count
+from engine.kv.longest import longest, plan_within
+from engine.kv.page import KVShape
 from engine.kv.tail import TailShape, plan_tails
 from engine.ops.attention import SEGMENT
 from engine.ops.geometry import STAGED_PAGES
@@ -164,7 +165,7 @@ def make_plan(shape: Shape, place: Place, config: EngineConfig, *, weight_bits: 
                 )
             memory = replace(memory, ram=memory.ram - weights)
         plan = partial(
-            plan_capacity,
+            plan_within,
             settings,
             trained_context=shape.trained_context,
             memory=memory,
@@ -179,7 +180,7 @@ def make_plan(shape: Shape, place: Place, config: EngineConfig, *, weight_bits: 
     largest, limit = _largest(capacity, config, shape)
     found, refusal, fix = None, "", ""
     try:
-        found = capacity(config if config.max_context or not largest else replace(config, max_context=largest))
+        found = capacity(config)
     except KVRingError as error:
         refusal, fix = error.message, error.fix
     kv = replace(core, kv=KV[found.kv] if found else named(config.kv_dtype, place.dtype))
@@ -191,24 +192,9 @@ def make_plan(shape: Shape, place: Place, config: EngineConfig, *, weight_bits: 
 
 def _largest(capacity: Any, config: EngineConfig, shape: Shape) -> tuple[int, str]:
     """Tokens of the largest context that is not refused, and what forbids the next page."""
-    top = page_count(shape.trained_context)
-    if config.positions == "compact":
-        top = max(top, page_count(1 << 20))
-
-    def tokens(pages: int) -> int:
-        """The last page of a trained context may be a part of one."""
-        whole = pages * PAGE
-        return whole if config.positions == "compact" else min(whole, shape.trained_context)
-
-    low, high, why = 0, top, "what the model was trained for"
-    while low < high:
-        middle = (low + high + 1) // 2
-        try:
-            capacity(replace(config, max_context=tokens(middle)))
-            low = middle
-        except KVRingError as error:
-            high, why = middle - 1, error.message
-    return tokens(low), why
+    compact = config.positions == "compact"
+    tokens, why = longest(capacity, config, max(shape.trained_context, 1 << 20) if compact else shape.trained_context)
+    return tokens, why or ("no farther was looked" if compact else "what the model was trained for")
 
 
 def plan_for(

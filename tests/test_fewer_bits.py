@@ -26,7 +26,7 @@ def plan_line(model, facts, line, environ):
 
 def fewer_bits(model, facts, line, environ):
     asked = Asked.of(model, facts, line, environ)
-    return kvring_cli.fewer_bits.fewer_bits(asked) if asked.plan().capacity is None else None
+    return kvring_cli.fewer_bits.fewer_bits(asked, asked.plan())
 
 
 def pc(gib: int):
@@ -58,6 +58,18 @@ def test_a_line_that_asks_for_less_context_keeps_more_bits(asks):
     assert plan.capacity.context >= int(asks.replace("K", "")) and weights in fits
     if asks in ("4096", "64K"):
         assert weights == fits[0] != fewer_bits(model, facts, line[:-2], {})[0]
+
+
+def test_weights_that_leave_no_room_to_speak_of_are_too_large_too():
+    """A folder of Qwen2.5-7B starts on 16 GB with a context of hundreds of tokens."""
+    model = "random:qwen2.5-7b"
+    facts = windows_pc(gpus=(replace(RTX_3060, total=16 * GIB, used=0),))
+    line = line_of(facts, model)
+    assert 0 < plan_line(model, facts, line, {}).capacity.context < 4096
+    weights, plan = fewer_bits(model, facts, line, {})
+    assert weights == "q8_0" and plan.capacity.context >= ENOUGH
+    few = [*line, "--max-context", "256"]
+    assert plan_line(model, facts, few, {}).capacity is not None and fewer_bits(model, facts, few, {}) is None
 
 
 def test_a_larger_card_never_gets_fewer_bits():

@@ -101,6 +101,29 @@ def test_a_plan_for_the_cpu_is_what_the_engine_then_builds(phantom, ram):
         built.close()
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"device_limit_bytes": 150 * MIB, "kv_capacity": 4032},  # digests of the trained context alone are 136 MiB
+        {"sink": 20_000},
+        {"positions": "compact"},
+        {"ring": "off", "kv_capacity": 8192},
+    ],
+)
+def test_a_plan_where_no_context_is_asked_for_is_what_serve_does_with_the_same_settings(phantom, settings):
+    """It planned for a context that would fit where a start takes the trained one, and is refused."""
+    config = EngineConfig(model="", device="cpu", device_profile="off", dtype="float32", **settings)
+    planned = make_plan(shape_of("phantom"), here(laptop(memory=HostMemory(8 * GIB, 8 * GIB)), config), config)
+    try:
+        built = Engine(config, phantom, Machine(8 * GIB))
+    except ConfigError as error:
+        assert planned.capacity is None and (planned.refusal, planned.fix) == (error.message, error.fix)
+        return
+    built.close()
+    assert planned.capacity.context == built.capacity.context and planned.capacity.kv == built.capacity.kv
+    assert (built.capacity.context < 262_144) == bool(built.capacity.notes) == ("device_limit_bytes" in settings)
+
+
 def test_a_quantised_file_is_planned_for_as_it_is_loaded(tmp_path):
     path = save_gguf(tiny_model("llama", hidden_size=256, intermediate_size=512), tmp_path / "m.gguf", "Q4_0")
     shape, card = shape_of(str(path)), card_place(find_card("12gb"), 32 * GIB)
@@ -149,7 +172,8 @@ def test_a_preset_serves_8b_at_4_bits_as_far_as_it_was_trained_and_farther_in_co
     assert trained.capacity.context == 40960 and trained.capacity.kv == "bf16" and not trained.hypothetical
     by = {kv_dtype: plan(**far, kv_dtype=kv_dtype) for kv_dtype in ("bf16", "k8v4", "auto")}
     assert plain < by["bf16"].largest and coded < by["k8v4"].largest == by["auto"].largest
-    assert by["auto"].capacity.kv == "k8v4"
+    assert by["auto"].capacity.context == 40960 and by["auto"].capacity.kv == "bf16"  # as serve does unasked
+    assert plan(**far, max_context=by["auto"].largest).capacity.kv == "k8v4"
     assert all(one.capacity.device_bytes <= one.place.device for one in (trained, *by.values()))
 
 

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from engine.config import EngineConfig, RecallParams, SamplingParams
 from engine.engine import Engine
-from engine.errors import ConfigError, EngineError, ModelError, OutOfMemoryError, RequestError
+from engine.errors import ConfigError, EngineError, ModelError, OutOfMemoryError, RequestError, TooLittleMemory
 from engine.kv.budget import Memory, plan_capacity
+from engine.kv.longest import plan_within
 from engine.kv.page import KVShape
 from engine.units import GIB, MIB, format_bytes, parse_bytes, parse_tokens
 
@@ -86,6 +87,18 @@ def test_the_pool_that_a_refusal_offers_is_accepted():
 def test_without_a_wish_the_context_shrinks_to_what_the_host_holds_and_says_so():
     capacity = plan(replace(BASE, max_context=None), ram=20 * GIB)
     assert capacity.context == 138_304 and "host memory holds no more" in capacity.notes[0]
+
+
+def test_without_a_wish_the_context_shrinks_to_what_the_device_holds_and_says_so():
+    """A 27B at 2 bits on a card of 12 GB: the digests of all that it was trained for outgrow it."""
+    sizes = {"weight_bytes": 5 * GIB, "digest_token_bytes": 36 * 8 * 68, "staging_pages": 64}
+    capacity = plan_within(replace(BASE, max_context=None), SHAPE, 262_144, Memory(64 * GIB, 9 * GIB), **sizes)
+    assert 0 < capacity.context < 262_144 and "memory holds no more" in capacity.notes[0]
+    assert capacity.device_bytes <= 9 * GIB < capacity.device_bytes + 64 * 36 * 8 * 68
+    with pytest.raises(TooLittleMemory):  # who asks for it hears what is short
+        plan_within(BASE, SHAPE, 262_144, Memory(64 * GIB, 9 * GIB), **sizes)
+    with pytest.raises(TooLittleMemory, match="exceed the device's 4 GiB"):
+        plan_within(replace(BASE, max_context=None), SHAPE, 262_144, Memory(64 * GIB, 4 * GIB), **sizes)
 
 
 @pytest.mark.parametrize("ram", [3, 6, 8, 16])

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.config import PAGE, SLACK, EngineConfig
-from engine.errors import ConfigError
+from engine.errors import ConfigError, TooLittleMemory
 from engine.kv.page import KVShape, page_count
 from engine.units import GIB, MIB, format_bytes
 
@@ -203,7 +203,7 @@ def plan_capacity(
         page = shape.page_bytes + (PAGE * digest_token_bytes if shared else 0)
         fits = max(0, ram_room - (pool * shape.page_bytes if shared else 0)) // page * PAGE
         free = "RAM is free" if ram == memory.ram else "RAM is allowed"
-        raise ConfigError(
+        raise TooLittleMemory(
             f"the host store for {context:,} tokens needs {format_bytes(host_bytes)}; {format_bytes(ram)} of {free} "
             f"and {format_bytes(RAM_HEADROOM)} of it is left to the system"
             + (f", {format_bytes(beside)} to layers that slide" if beside else ""),
@@ -299,7 +299,7 @@ def _check_device(config: EngineConfig, shape: KVShape, memory: Memory, capacity
     if limit is None:
         used = capacity.host_bytes + capacity.device_bytes - capacity.weight_bytes + capacity.snapshot_bytes
         if used > memory.ram - RAM_HEADROOM:
-            raise ConfigError(
+            raise TooLittleMemory(
                 f"pool {format_bytes(capacity.pool_bytes)} + host store {format_bytes(capacity.host_bytes)} + digests "
                 f"{format_bytes(capacity.digest_bytes)}"
                 f"{_more('layers that slide', capacity.tail_bytes + capacity.snapshot_bytes)} "
@@ -309,7 +309,7 @@ def _check_device(config: EngineConfig, shape: KVShape, memory: Memory, capacity
             )
         return
     if capacity.device_bytes > limit:
-        raise ConfigError(
+        raise TooLittleMemory(
             f"weights {format_bytes(capacity.weight_bytes)} + pool {format_bytes(capacity.pool_bytes)} + digests "
             f"{format_bytes(capacity.digest_bytes)} + staging {format_bytes(capacity.staging_bytes)}"
             f"{_more('a step of prefill', capacity.workspace_bytes)}"

@@ -144,12 +144,12 @@ def _pick(facts: Facts) -> Choice:
 
 def _plan(path: str, facts: Facts, line: Sequence[str]) -> list[str]:
     """Words to add so that the model fits, if it doesn't as it is; ConfigError with what would."""
-    from kvring_cli.fewer_bits import Asked, fewer_bits
+    from kvring_cli.fewer_bits import Asked, fewer_bits, too_large
 
     asked = Asked.of(path, facts, line, os.environ)
     plan, more = asked.plan(), []
-    if plan.capacity is None and (fitting := fewer_bits(asked)):
-        console.say(f"weights| {fitting[0]}, quantised while they are loaded: as they are, {plan.refusal}")
+    if fitting := fewer_bits(asked, plan):
+        console.say(f"weights| {fitting[0]}, quantised while they are loaded: as they are, {too_large(plan)}")
         more, plan = ["--weights", fitting[0]], fitting[1]
     if plan.capacity is None:
         raise ConfigError(f"plan: {plan.refusal}", plan.fix)

@@ -58,7 +58,7 @@ def pick_engine(
             "kv dtype": _kv(choice, plan),
             "window": f"{choice.window_tokens:,} tokens",
             "pool": f"{choice.pool_tokens:,} tokens",
-            "weights": weights and f"{weights}, quantised while they are loaded: as they are they don't fit",
+            "weights": weights and f"{weights}, quantised while they are loaded: they don't fit as they are",
             "serve": shlex.join(choice.command(model)),
         }
     for name, value in lines.items():
@@ -98,7 +98,7 @@ def _planned(model: str, facts: Facts, choice: Choice, environ: Mapping[str, str
             return None, None
         asked = Asked.of(path, facts, choice.command(model)[1:], environ)
         plan = asked.plan()
-        fitting = fewer_bits(asked) if plan.capacity is None else None
+        fitting = fewer_bits(asked, plan)
     except KVRingError as error:  # the line is for when that is mended
         console.warn(f"{error.message} (fix: {error.fix})")
         return None, None
