@@ -227,19 +227,27 @@ def plan_for(
     return plan, config, forecast(plan, config, rates, origin)
 
 
-def overview(names: Sequence[str] | None, ram: int | None, weight_bits: float | None) -> list[dict[str, Any]]:
-    """Every published model on each card (None: one of each preset), as it is published and quantised."""
+def overview(
+    names: Sequence[str] | None,
+    ram: int | None,
+    weight_bits: float | None,
+    *,
+    flags: Mapping[str, Any],
+    environ: Mapping[str, str],
+) -> list[dict[str, Any]]:
+    """Every published model on each card (None: one of each preset), as it is published and quantised, or in the bits
+    that `flags` or `weight_bits` name."""
     rows = []
     check_bits(weight_bits)
     for name in names or list(presets()):
         card = find_card(name)
         preset = find_preset(card.preset)
         place = card_place(card, preset.ram if ram is None else ram)
-        config = EngineConfig(model="", **preset.settings)
+        config = resolve("", flags, environ, preset.settings).config
         for shape in PUBLISHED.values():
-            for bits in sorted({float(PLAIN_BITS), weight_bits or _bits(shape)}, reverse=True):
-                plan = make_plan(shape, place, config, weight_bits=bits)
-                rows.append(_row(card.key, plan))
+            both = sorted({float(PLAIN_BITS), weight_bits or _bits(shape)}, reverse=True)
+            for bits in (None,) if config.weights != "auto" and weight_bits is None else both:
+                rows.append(_row(card.key, make_plan(shape, place, config, weight_bits=bits)))
     return rows
 
 

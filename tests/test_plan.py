@@ -51,13 +51,27 @@ def test_what_was_published_in_16_bits_takes_32_where_float32_computes():
 
 
 def test_every_card_and_model_is_in_the_table_as_it_is_published_and_quantised():
-    rows = overview(None, None, None)
+    rows = overview(None, None, None, flags={}, environ={})
     assert {row["card"] for row in rows} == {preset.typical for preset in presets().values()}
     assert {(row["model"], row["weight_bits"]) for row in rows} == {
         (name, bits) for name in PUBLISHED for bits in (16.0, 2.1 if name == "27b-2.1bit" else 4.5)
     }
     for row in rows:
         assert row["fits"] == (row["largest_context"] > 0)
+
+
+def test_no_flag_of_the_table_is_passed_over(capsys):
+    def rows(*words):
+        assert call(["plan", "--card", "12gb", "--json", *words]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    plain = rows()
+    for words in (["--kv-dtype", "int4"], ["--kv-window", "2048"], ["--weights", "q8_0"], ["--max-context", "8K"]):
+        assert rows(*words) != plain, words
+    assert {row["kv_dtype"] for row in rows("--kv-dtype", "int4")} == {"int4"}
+    assert {row["pool_tokens"] for row in rows("--kv-window", "2048") if row["fits"]} == {2048 + 1024 + 512}
+    for words in (["--measure"], ["--compute-capability", "8.6"]):
+        assert call(["plan", "--card", "12gb", *words]) == 2 and "give MODEL" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("model", sorted(PUBLISHED))

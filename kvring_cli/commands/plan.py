@@ -50,7 +50,11 @@ def plan(
     from kvring_cli.planning import overview, plan_for
 
     if model is None:
-        _overview(overview([card] if card else None, parse_bytes(ram) if ram else None, weight_bits), as_json)
+        for flag, given in (("--measure", measure), ("--compute-capability", compute_capability)):
+            if given:
+                raise console.BadUsage(f"{flag} is of one model, and none is named", "give MODEL, or leave it out")
+        memory = parse_bytes(ram) if ram else None
+        _overview(overview([card] if card else None, memory, weight_bits, flags=flags, environ=os.environ), as_json)
         return
     if measure and card is not None:
         raise console.BadUsage("--measure runs on this machine, and --card is another", "leave one of them out")
