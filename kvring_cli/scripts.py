@@ -65,8 +65,14 @@ _SH = """\
 #!/bin/sh
 # {mark}; edit it as you like
 {environment}
-{command} "$@"
-code=$?
+if [ ! -x {python} ]; then
+    echo 'error: there is no' {python} >&2
+    echo 'fix: install kvring again, then kvring launch --write' >&2
+    code=127
+else
+    {command} "$@"
+    code=$?
+fi
 if [ "$code" -ne 0 ] && [ "$code" -ne 130 ] && [ -t 0 ]; then
     printf 'kvring ended with exit code %s. What it said is above. Enter closes this window. ' "$code"
     read -r _

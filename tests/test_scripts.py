@@ -178,6 +178,14 @@ def test_the_shell_script_serves_a_model_in_an_odd_place(place):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="sh is not Windows' shell")
+def test_a_shell_script_whose_python_is_gone_says_so_and_what_helps(place):
+    gone = str(place / "no 'such' py")
+    write(place / "start.sh", [gone, "-m", "kvring_cli.app"])
+    done = subprocess.run([place / "start.sh"], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert done.returncode == 127 and done.stderr.startswith(f"error: there is no {gone}\nfix: ")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="sh is not Windows' shell")
 def test_the_shell_script_passes_on_how_it_failed_and_does_not_wait_without_a_person(place):
     began = time.monotonic()
     with script(place, "serve", "no such model") as process:
