@@ -91,6 +91,7 @@ def run(
             report.checks.insert(1, start_up(child.lines))
         say("stop the server", 0.9)
         stopped = child.stop()
+    report.seconds = time.monotonic() - began
     if state != "ready":
         return _not_ready(report, state, child, seconds)
     report.checks.append(_gone(stopped))
