@@ -94,6 +94,12 @@ def call(arguments: list[str]) -> int:
     return result if isinstance(result, int) else 0
 
 
+def check_line(arguments: list[str]) -> None:
+    """Read a command line without running it: bad usage is raised as `call` reports it."""
+    name, *rest = arguments
+    typer.main.get_command(app).commands[name].make_context(f"kvring {name}", rest)
+
+
 def _stand_somewhere() -> None:
     """Refuse a working folder that was deleted meanwhile: torch's libraries end the process there, without a reason."""
     try:
@@ -130,7 +136,8 @@ def _bad_usage(error: Any) -> int:
     if type(error).__name__ == "NoArgsIsHelpError":
         error.show()
         return 2
-    console.report(KVRingError(error.format_message(), f"{command} --help shows what it takes"))
+    said = error.format_message().replace(": Value error, ", ": ")  # pydantic's words, in newer typers
+    console.report(KVRingError(said, f"{command} --help shows what it takes"))
     return 2
 
 

@@ -56,11 +56,12 @@ def pick_engine(facts: Facts, environ: Mapping[str, str], *, triton_kernels: boo
 
     `triton_kernels`: whether this build has them; None: look.
     """
-    pretended = environ.get("NINFER_AGENT_CC", "").strip(" \t\r\n\"'")
+    pretended = pretends(environ)
     gpu = facts.gpu
     if pretended:
         if parse_capability(pretended) is None:
-            return _unreadable("a pretended card", f"NINFER_AGENT_CC is '{pretended[:80]}', which is not like 8.9")
+            reason = f"the compute capability is given as '{pretended[:80]}', which is not like 8.9"
+            return _unreadable("a pretended card", reason)
         gpu = Gpu(
             f"a card of capability {pretended}, pretended",
             capability=pretended,
@@ -75,6 +76,11 @@ def pick_engine(facts: Facts, environ: Mapping[str, str], *, triton_kernels: boo
     if gpu.capability is None:
         return _unreadable(gpu.name, "the driver does not say its compute capability")
     return _for_card(facts, gpu, has_triton_kernels() if triton_kernels is None else triton_kernels, bool(pretended))
+
+
+def pretends(environ: Mapping[str, str]) -> str:
+    """The capability that `NINFER_AGENT_CC` says a card has, as it stands there; empty: it says none."""
+    return environ.get("NINFER_AGENT_CC", "").strip(" \t\r\n\"'")
 
 
 def without_cards(facts: Facts) -> Facts:
@@ -162,7 +168,7 @@ def _chosen(engine, card, capability, why, dtype, window, chunk, settings) -> Ch
 
 
 def _unreadable(card: str, reason: str) -> Choice:
-    fix = "NINFER_AGENT_CC=8.6 says it by hand; nvidia-smi shows whether the driver works"
+    fix = "NINFER_AGENT_CC=8.6 or --compute-capability 8.6 says it by hand; nvidia-smi shows whether the driver works"
     return Choice("unreadable", None, card, None, reason, fix)
 
 

@@ -224,6 +224,12 @@ def test_contradictions_among_the_switches_are_named(environ, words):
     assert all(switch in found[0].detail for switch in environ if switch != "NINFER_KV_SNIK"), "with their sources"
 
 
+def test_a_pretended_capability_is_listed_and_one_that_is_none_fails():
+    for text, status in (("8.9", "ok"), ('"8.6" ', "ok"), ("x", "fail"), ("8", "fail")):
+        found = [one for one in checks(laptop(), environ={"NINFER_AGENT_CC": text}) if "NINFER_AGENT_CC" in one.detail]
+        assert [one.status for one in found] == [status], text
+
+
 def test_a_switch_out_of_its_range_fails():
     finding = named("settings", checks(laptop(), environ={"NINFER_KV_RETRIEVE_SHARE": "101"}))
     assert finding.status == "fail" and "1 to 100" in finding.detail

@@ -207,3 +207,9 @@ def test_the_language_follows_the_locale(value, title, monkeypatch, capsys):
 def test_a_topic_that_is_not_there_names_the_nearest(capsys):
     assert call(["guide", "trubble"]) == 1
     assert "did you mean trouble?" in capsys.readouterr().err
+
+
+def test_a_language_that_is_not_there_is_bad_usage_in_plain_words(capsys):
+    assert call(["guide", "--lang", "fr"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: Invalid value for '--lang'") and "'en', 'zh'" in said and "Value error" not in said

@@ -186,6 +186,28 @@ def test_options_for_serve_count_in_the_plan(machine, capsys):
     assert call(["launch", "phantom", "--port", "0", "--no-smoke", "--", *SIZES]) == 0
     assert "plan   | context 4,096 tokens" in (said := capsys.readouterr().err) and "pool 2,560 tokens" in said
     assert seen.served[0].kv_capacity == 2560
+    assert call(["launch", "--port", "0", "--no-smoke", "--", *SIZES]) == 0  # MODEL left out
+    assert seen.served[1] == seen.served[0]
+
+
+def test_an_option_that_serve_does_not_know_ends_it_before_anything_is_tried_or_written(machine, tmp_path, capsys):
+    seen, file = machine(laptop()), tmp_path / "start.sh"
+    for words in (["--bogus", "3"], ["--max-active", "many"], ["another-model"]):
+        assert call(["launch", "phantom", "--no-smoke", "--write", str(file), "--", *words]) == 2
+        said = capsys.readouterr().err
+        assert "doctor" not in said and "fix: kvring serve --help" in said
+    assert not file.exists() and not seen.served
+
+
+def test_a_card_that_is_only_pretended_is_not_launched_on(machine, monkeypatch, capsys):
+    seen = machine(laptop())
+    monkeypatch.setenv("NINFER_AGENT_CC", "8.9")
+    assert call(["launch", "phantom", "--port", "0", "--no-smoke", *SIZES]) == 0
+    said = capsys.readouterr().err
+    assert "NINFER_AGENT_CC is not read" in said and "torch-cpu" in said and seen.served[0].device == "cpu"
+    monkeypatch.setenv("NINFER_AGENT_CC", "nine")
+    assert call(["launch", "phantom", "--port", "0", "--no-smoke", *SIZES]) == 1
+    assert "'nine', which is not like 8.9" in capsys.readouterr().err
 
 
 def test_each_fact_is_looked_up_once_also_where_weights_are_quantised_to_fit(machine, monkeypatch, capsys, tmp_path):

@@ -84,7 +84,7 @@ def test_the_command_prints_the_line_to_serve_with(capsys):
     assert call(["pick-engine", "phantom", "--compute-capability", "8.6"]) == 0
     assert "kvring serve phantom --device cuda" in capsys.readouterr().out
     assert call(["pick-engine", "--compute-capability", "N/A"]) == 3
-    assert "error: NINFER_AGENT_CC is 'N/A'" in capsys.readouterr().err
+    assert "error: the compute capability is given as 'N/A'" in capsys.readouterr().err
     assert call(["pick-engine", "--json", "--compute-capability", "3.5"]) == 5
     assert json.loads(capsys.readouterr().out)["outcome"] == "unsupported"
 

@@ -53,8 +53,12 @@ def launch(
     """Check this machine, choose the engine, plan, try, then serve. Or write a script to double-click."""
     from engine.platform import gather
     from kvring_cli import models, scripts
+    from kvring_cli.app import check_line
     from kvring_cli.engines import without_cards
 
+    if model.startswith("-"):  # MODEL left out: the first word after -- stood in its place
+        model, options = models.PHANTOM, [model, *(options or [])]
+    check_line(["serve", model, *(options or [])])
     if write is not None:
         scripts.check(Path(write))
     path = str(models.resolve(model))
@@ -132,9 +136,13 @@ def _examine(facts: Facts, flags: Flags, port: int) -> None:
 
 
 def _pick(facts: Facts) -> Choice:
-    from kvring_cli.engines import pick_engine
+    from kvring_cli.engines import pick_engine, pretends
 
-    choice = pick_engine(facts, os.environ)
+    environ = dict(os.environ)
+    if pretends(environ) and (facts.gpu is None or facts.gpu.capability is not None):
+        console.warn("NINFER_AGENT_CC is not read: what is launched runs on what is here")
+        del environ["NINFER_AGENT_CC"]
+    choice = pick_engine(facts, environ)
     if choice.exit_code:
         console.report(KVRingError(f"pick-engine: {choice.reason}", choice.fix))
         raise typer.Exit(choice.exit_code)

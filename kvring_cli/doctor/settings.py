@@ -8,7 +8,9 @@ from typing import Any
 from engine.device_profile import look_up, user_file
 from engine.errors import ConfigError
 from engine.platform import Facts
+from engine.platform.facts import parse_capability
 from engine.switches import SETTINGS, Resolved, resolve
+from kvring_cli.engines import pretends
 from kvring_cli.install import Finding
 
 
@@ -21,6 +23,8 @@ def check(facts: Facts, environ: Mapping[str, str], flags: Mapping[str, Any]) ->
     yield Finding("settings", "ok", in_force(resolved) or "every setting is at its default")
     for warning in resolved.warnings:
         yield Finding("settings", "warn", warning, "unset one of them, or mend it")
+    if pretended := pretends(environ):
+        yield _pretended(pretended)
     yield _profile(facts, environ, resolved)
 
 
@@ -31,6 +35,14 @@ def in_force(resolved: Resolved) -> str:
         for setting in SETTINGS
         if (effective := resolved.sources[setting.field]).source != "default"
     )
+
+
+def _pretended(capability: str) -> Finding:
+    if parse_capability(capability) is None:
+        detail = f"NINFER_AGENT_CC is '{capability[:80]}', which is not like 8.9: pick-engine and plan refuse it"
+        return Finding("settings", "fail", detail, "NINFER_AGENT_CC=8.6, say, or leave it out")
+    detail = f"NINFER_AGENT_CC: pick-engine and plan take the card for one of capability {capability}"
+    return Finding("settings", "ok", detail)
 
 
 def _profile(facts: Facts, environ: Mapping[str, str], resolved: Resolved) -> Finding:
