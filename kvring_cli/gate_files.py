@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import shlex
+import os
 from dataclasses import fields, replace
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from engine.switches import SETTINGS
 from kvring_cli.files import as_json, write
+from kvring_cli.scripts import to_paste
 
 if TYPE_CHECKING:
     from engine.switches import Resolved
@@ -45,7 +46,7 @@ def repeat(names: list[str], model: str, options: GateOptions, resolved: Resolve
             shown = f"{value}B" if setting.field.endswith("_bytes") else "PATH" if setting.place else str(value)
             switch = [setting.flag] if value is True else [f"--no-{setting.flag[2:]}"]
             words += switch if setting.boolean else [setting.flag, shown]
-    return shlex.join(words)
+    return to_paste(words, os.name == "nt")
 
 
 def option_words(options: GateOptions) -> list[str]:

@@ -117,6 +117,17 @@ def powershell_word(word: str) -> str:
     return "'" + re.sub("(['‘’‚‛])", r"\1\1", word) + "'"
 
 
+def to_paste(words: Sequence[str], windows: bool) -> str:
+    """A line to paste: into sh, or into cmd and PowerShell alike, which have double quotes and no others in common."""
+    return " ".join(map(_windows_word, words)) if windows else shlex.join(words)
+
+
+def _windows_word(word: str) -> str:
+    if re.fullmatch(r"[\w.:\\/=+-]+", word):
+        return word
+    return '"' + re.sub(r"(\\+)$", r"\1\1", re.sub(r'(\\*)"', r'\1\1\\"', word)) + '"'
+
+
 def check(path: Path) -> None:
     """Before any work: ConfigError for an ending that is no shell's, a missing folder, or a file that isn't ours."""
     if path.suffix.lower() not in KINDS:

@@ -80,9 +80,12 @@ def test_the_window_follows_the_cards_memory():
     assert dict(tiny.settings) == {"--device": "cuda", "--kv-window": "4096", "--prefill-chunk": "512"}
 
 
-def test_the_command_prints_the_line_to_serve_with(capsys):
+def test_the_command_prints_the_line_to_serve_with(capsys, monkeypatch):
     assert call(["pick-engine", "phantom", "--compute-capability", "8.6"]) == 0
     assert "kvring serve phantom --device cuda" in capsys.readouterr().out
+    monkeypatch.setattr(engine.platform, "gather", windows_pc)
+    assert call(["pick-engine", r"C:\my models\x.gguf"]) == 0
+    assert r'kvring serve "C:\my models\x.gguf" --device cuda --profile 12gb' in capsys.readouterr().out
     assert call(["pick-engine", "--compute-capability", "N/A"]) == 3
     assert "error: the compute capability is given as 'N/A'" in capsys.readouterr().err
     assert call(["pick-engine", "--json", "--compute-capability", "3.5"]) == 5

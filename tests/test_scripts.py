@@ -15,11 +15,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from engine.errors import ConfigError
-from kvring_cli.scripts import KINDS, MARK, cmd_word, powershell_word, render, write
+from kvring_cli.scripts import KINDS, MARK, cmd_word, powershell_word, render, to_paste, write
 from tests.models import phantom_folder
 
 ROOT = Path(__file__).parent.parent
@@ -88,6 +88,16 @@ def test_powershell_gets_every_word_as_it_was(words):
 def test_sh_gets_every_word_as_it_was(words):
     line = next(line for line in render(".sh", words).decode().split("\n") if line.endswith('"$@"'))
     assert shlex.split(line) == [*words, "$@"]
+
+
+@given(WORDS)
+@example("C:\\models\\模型.gguf")
+@example("C:\\my models\\a,b;c&(d).gguf")
+def test_a_line_to_paste_reaches_windows_programs_as_it_was(word):
+    """sh's single quotes are letters of the name to cmd, and sh quotes every backslash."""
+    shown = to_paste(["kvring", word], windows=True).removeprefix("kvring ")
+    plain = not set(word) & set(" \t,;&|<>^()!'`$@#{}[]%*?~")
+    assert shown == word if plain and shown[0] != '"' else from_cmd(shown.replace("%", "%%")) == [word]
 
 
 def test_a_batch_file_is_utf8_without_a_mark_and_ascii_until_it_says_so():

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -79,7 +77,7 @@ def launch(
     if write is not None:
         _write(Path(write), line)
         return
-    console.say(f"serve  | kvring {shown(line)}", "bold")
+    console.say(f"serve  | kvring {scripts.to_paste(line, os.name == 'nt')}", "bold")
     from kvring_cli.app import call
 
     raise typer.Exit(call(line))
@@ -112,11 +110,6 @@ def serve_line(choice: Choice, model: str, profile: str | None, flags: Flags, en
         else:
             line += [setting.flag, flags[field] if isinstance(flags.get(field), str) else str(value)]
     return line
-
-
-def shown(words: Sequence[str]) -> str:
-    """A line to paste into this system's shell."""
-    return subprocess.list2cmdline(words) if os.name == "nt" else shlex.join(words)
 
 
 def _examine(facts: Facts, flags: Flags, port: int) -> None:
@@ -187,7 +180,7 @@ def _write(path: Path, line: Sequence[str]) -> None:
     from kvring_cli import scripts
 
     scripts.write(path, [sys.executable, "-m", "kvring_cli.app", *line])
-    console.say(f"write  | {path} runs kvring {shown(line)}", "bold")
+    console.say(f"write  | {path} runs kvring {scripts.to_paste(line, os.name == 'nt')}", "bold")
     if (path.suffix.lower() == ".sh") == (os.name == "nt"):
         console.warn(f"{path.name} is for another system than this one, and its paths are of this one")
     if any(word.partition("=")[0] == "--api-key" for word in line):

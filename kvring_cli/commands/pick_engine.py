@@ -31,11 +31,10 @@ def pick_engine(
     as_json: AsJson = False,
 ) -> None:
     """Which engine suits this card. Exit 0 chosen, 3 capability unreadable, 4 something is missing, 5 unsupported."""
-    import shlex
-
     from engine.config import PAGE
     from engine.platform import gather
     from kvring_cli.engines import pick_engine as pick
+    from kvring_cli.scripts import to_paste
 
     environ = dict(os.environ)
     if compute_capability is not None:
@@ -59,7 +58,7 @@ def pick_engine(
             "window": f"{choice.window_tokens:,} tokens",
             "pool": f"{choice.pool_tokens:,} tokens",
             "weights": weights and f"{weights}, quantised while they are loaded: they don't fit as they are",
-            "serve": shlex.join(choice.command(model)),
+            "serve": to_paste(choice.command(model), facts.system == "windows"),
         }
     for name, value in lines.items():
         if value is not None:
