@@ -250,6 +250,14 @@ def test_plan_speaks_json_and_refuses_with_the_knob(capsys):
         assert "--card" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("ram", ["32", "0", "-3GiB", "much"])
+def test_ram_without_a_unit_is_bad_usage_and_not_that_many_bytes(ram, capsys):
+    for words in (["phantom"], ["--card", "12gb"], ["qwen3-8b", "--card", "12gb"]):
+        assert call(["plan", *words, "--ram", ram]) == 2
+        said = capsys.readouterr()
+        assert "error: --ram is" in said.err and "with its unit" in said.err and not said.out
+
+
 def test_the_table_is_markdown(capsys):
     assert call(["plan", "--card", "12gb"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from engine.units import format_bytes, parse_bytes
+from engine.errors import ConfigError
+from engine.switches import SETTINGS
+from engine.units import format_bytes
 from kvring_cli import console
 from kvring_cli.options import AsJson, Flags, engine_options
 
@@ -53,14 +55,14 @@ def plan(
         for flag, given in (("--measure", measure), ("--compute-capability", compute_capability)):
             if given:
                 raise console.BadUsage(f"{flag} is of one model, and none is named", "give MODEL, or leave it out")
-        memory = parse_bytes(ram) if ram else None
-        _overview(overview([card] if card else None, memory, weight_bits, flags=flags, environ=os.environ), as_json)
+        rows = overview([card] if card else None, _memory(ram), weight_bits, flags=flags, environ=os.environ)
+        _overview(rows, as_json)
         return
     if measure and card is not None:
         raise console.BadUsage("--measure runs on this machine, and --card is another", "leave one of them out")
     facts = gather()
     made, config, forecast = plan_for(
-        model, card, parse_bytes(ram) if ram else None, weight_bits, flags=flags, environ=os.environ, facts=facts
+        model, card, _memory(ram), weight_bits, flags=flags, environ=os.environ, facts=facts
     )
     engine = _engine(facts, card, compute_capability, config.device)
     measured = None
@@ -81,14 +83,20 @@ def plan(
             console.write("          but torch computes this model: there are no kernels yet for layers that slide\n")
         _predicted(forecast, measured)
     if made.capacity is None:
-        from engine.errors import ConfigError
-
         raise ConfigError(made.refusal, made.fix)
+
+
+def _memory(ram: str | None) -> int | None:
+    """Bytes of `--ram`, which takes what `--ram-limit` takes: a bare 32 is a unit forgotten, and not 32 bytes."""
+    limit = next(setting for setting in SETTINGS if setting.field == "ram_limit_bytes")
+    try:
+        return None if ram is None else limit.read(ram, "--ram")
+    except ConfigError as error:
+        raise console.BadUsage(error.message, error.fix) from None
 
 
 def _engine(facts: Facts, card: str | None, capability: str | None, device: str) -> Choice:
     """Which engine would run there; ConfigError where nobody can tell."""
-    from engine.errors import ConfigError
     from kvring_cli.cards import find_card
     from kvring_cli.engines import pick_engine, without_cards
 
