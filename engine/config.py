@@ -36,7 +36,7 @@ class EngineConfig:
     dtype: str = "auto"  # auto | float32 | bfloat16 | float16
     kv_dtype: str = "auto"  # of KV_DTYPES; auto = the model's own, or k8v4 where memory holds the context only so
     threads: int | None = None  # CPU threads; None = all that this process may use
-    max_context: int | None = None  # None = the model's trained context, or what host memory holds if that is less
+    max_context: int | None = None  # None = the model's trained context, or what memory holds if that is less
     kv_capacity: int | None = None  # tokens of the device pool; None = sized from kv_window
     kv_window: int | None = None  # tokens of working set that size the automatic pool
     prefill_chunk: int = 1024
