@@ -341,5 +341,7 @@ def _smaller_device(shape: KVShape, capacity: Capacity, limit: int, digests: int
     pool = (limit - fixed) // shape.page_bytes
     if pool > capacity.window.sink + 1 + WORKING:
         return f"--kv-capacity {pool * PAGE} is the largest pool that fits"
+    if capacity.weight_bytes >= limit:
+        return "--weights q4_k, if these are plain ones, or a smaller model: they alone are more than that"
     alone = f"weights and digests alone take {format_bytes(fixed)}"
     return f"{alone}: use a smaller model or --max-context, or --weights q4_k of a plain one"
