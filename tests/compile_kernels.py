@@ -136,7 +136,7 @@ def main(arguments: list[str]) -> None:
         triton.runtime.driver.set_active(Card(capability))
         for name in asked.shapes or ["128"]:
             drive(*SHAPES[name])
-        for settings in FORMS:
+        for settings in FORMS if asked.shapes else FORMS[:1]:
             drive(*SHAPES["128"], ways=WAYS[1:2], **settings)
         multiply(TYPES if asked.shapes else TYPES_AT_LEAST)
     print(json.dumps(compiled))

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("triton", reason="triton has no wheel here")
 ROOT = Path(__file__).parent.parent
 RUNS = (["80"], ["90"])
-"""In processes beside each other. `.ci/run` does 8.6, 8.9 and 12.0, other head dims and dtypes."""
+"""In processes beside each other. `.ci/run` does 8.6, 8.9 and 12.0, other head dims, dtypes and KV dtypes."""
 
 
 def test_every_kernel_compiles_for_cards_that_are_not_here(tmp_path):
