@@ -123,10 +123,16 @@ class DrivenSteps:
         def launch() -> Tensor | None:
             return self.launches.step(kind)
 
-        logits, how = self.graphs.run(kind, launch) if kind.captured else (launch(), "eager")
+        self._last = frame
+        try:
+            logits, how = self.graphs.run(kind, launch) if kind.captured else (launch(), "eager")
+        except BaseException:
+            self.launches.state.fetch()  # what it had moved by then is not the next step's
+            raise
+        finally:
+            self.launches.state.launched()
         self.steps[f"{kind.name}, {how}"] += 1
-        self.launches.state.launched()
-        self._last, self._attended = frame, layout
+        self._attended = layout
         step.trace.moved.add(self.transfer.stats, before)  # by the host; what the device moved is collected later
         step.trace.hidden_pages = frame.past - layout.window
         step.trace.over_pool |= not frame.identity
@@ -166,7 +172,7 @@ class DrivenSteps:
         frame.begin()
         layout = lay_out(frame)
         if frame.identity:
-            self._bring_all(frame.ids[: frame.past])
+            self._bring_all(frame)
         self.tables.take()
         self._enter(recall)
         self.launches.ids[: len(frame.ids)].copy_(self._upload(frame.ids.astype(np.int32)))
@@ -179,10 +185,14 @@ class DrivenSteps:
         self._laid, self._layout = laid, layout
         return layout
 
-    def _bring_all(self, pages: np.ndarray) -> None:
+    def _bring_all(self, frame: Frame) -> None:
         self.pool.begin_step()  # what another sequence used in its last step may go now
+        pages = frame.ids[: frame.past]
         for layer in range(self.pool.shape.layers):
-            self.transfer.fetch(layer, self.pool.touch(layer, pages))
+            missing = self.pool.touch(layer, pages)
+            self.transfer.fetch(layer, missing)
+            if frame.step.explain:
+                frame.step.trace.fetched.update(np.flatnonzero(np.isin(pages, missing)).tolist())
 
     def _enter(self, recall: Recall) -> None:
         """Go on from what this request selected before, and keep what the other did."""

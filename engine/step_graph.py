@@ -16,7 +16,7 @@ import torch
 PRIORITY = -1
 """Of a captured step's own kernels, before those beside it."""
 KINDS = 16
-"""Kinds of steps whose graphs are kept."""
+"""Kinds of steps whose graphs are kept: those of the latest steps."""
 ROWS = 64
 """Steps of several tokens are launched with multiples of so many rows, so that a graph serves many lengths."""
 
@@ -135,6 +135,7 @@ class StepGraphs:
             self._kept[kind] = None
         elif self._kept[kind] is None and not self.failure:
             self._kept[kind] = self._captured(launch) or self._captured(launch)
+        self._kept[kind] = self._kept.pop(kind)  # the last to go
         return self._kept[kind]
 
     def _captured(self, launch: Callable[[], Any]) -> StepGraph | None:

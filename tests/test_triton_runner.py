@@ -26,7 +26,7 @@ from engine.ops import triton_pages
 from engine.recall.recall import Recall, RecallSettings
 from engine.recall.window import span
 from engine.staged import StagedChunk
-from engine.step_graph import StepGraphs
+from engine.step_graph import KINDS, StepGraphs
 from engine.triton_runner import TritonRunner
 from kvring_cli.server.log import ready_lines
 from tests.interpreted import CUDA, TEXT, Interpreted, Patient, answer, loaded, pairs
@@ -156,17 +156,42 @@ def test_what_the_host_brings_is_what_kernels_would_have_read(pair, monkeypatch)
     assert [name for name in engine.stats()["steps_by"] if "misses by the host" in name]
 
 
-def test_everything_fits_and_a_second_turn_comes_back_from_the_host(pair):
-    _, engine = pair(kv_capacity=2048)
-    prompt = TEXT[:300]
-    first = engine.complete(engine.prepare(prompt, SamplingParams(max_tokens=3, ignore_eos=True)))
-    other = engine.complete(engine.prepare("Something else. " * 20, SamplingParams(max_tokens=3, ignore_eos=True)))
+@pytest.mark.parametrize("setting", ["on", "off"])
+def test_everything_fits_and_a_second_turn_comes_back_from_the_host(pair, monkeypatch, setting):
+    if not CUDA:
+        monkeypatch.setattr("engine.step_graph.StepGraph", Recorded)
+        monkeypatch.setattr("engine.step_graph.ROWS", 8)
+    _, engine = pair(kv_capacity=2048, cuda_graph=setting)
+    engine._runner.driven.graphs.wanted = engine._runner.captures
+    prompt, sampling, recall = TEXT[:260], SamplingParams(max_tokens=2, ignore_eos=True), RecallParams(explain=True)
+    first = engine.complete(engine.prepare(prompt, sampling))
+    other = engine.complete(engine.prepare("Something else. " * 20, sampling))
     for layer in range(engine.model.config.layers):  # as if others had needed the slots meanwhile
         engine._runner.pool.page_in[layer] = -1
         engine._runner.pool.slot_of[layer] = -1
-    again = engine.complete(engine.prepare(prompt, SamplingParams(max_tokens=3, ignore_eos=True)))
-    assert again.tokens == first.tokens and again.usage.cached > 0 and again.recall.layer_pages_fetched > 0
-    assert not other.recall.over_pool
+    again = engine.complete(engine.prepare(prompt, sampling, recall))
+    assert again.tokens == first.tokens and again.usage.cached == 256 and not other.recall.over_pool
+    assert again.recall.layer_pages_fetched == 4 * engine.model.config.layers
+    assert [page.fetched for page in again.pages] == [True] * 4 + [False]
+
+
+def test_what_a_step_fetched_that_failed_is_not_told_of_the_next_request(pair, monkeypatch):
+    monkeypatch.setattr(driven, "QUESTION_CHUNK", 1)  # tokens of the answer are enough
+    _, engine = pair(kv_capacity=576)
+    prompt, sampling = TEXT[:650], SamplingParams(max_tokens=2, ignore_eos=True)
+    engine.complete(engine.prepare(prompt, sampling))
+    told = engine.stats()["layer_pages_fetched"]
+
+    def failing(self, *_):
+        self.state.counters[g.FETCHED] += 100
+        raise RuntimeError("a launch failed")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="a launch failed"):
+        patch.setattr(launches.Launches, "_attend", failing)
+        engine.complete(engine.prepare(prompt, sampling))
+    result = engine.complete(engine.prepare(prompt, sampling))
+    assert result.recall.over_pool and result.recall.layer_pages_fetched < 100
+    assert engine.stats()["layer_pages_fetched"] >= told + 100 and "device-driven, eager" in engine.stats()["steps_by"]
 
 
 def test_answers_in_turn_keep_their_own_windows(pair):
@@ -247,6 +272,17 @@ def test_a_capture_that_fails_is_tried_again_once(failing, runs, monkeypatch):
     assert graphs.failure == (
         "" if failing == 1 else "CUDA graph capture failed: operation failed due to a previous error"
     )
+
+
+def test_the_graph_in_use_outlives_those_of_steps_long_past(monkeypatch):
+    """With as many lengths of turns as graphs are kept, each token's graph was dropped, and captured anew."""
+    monkeypatch.setattr("engine.step_graph.StepGraph", Recorded)
+    graphs = StepGraphs(True)
+    for kind in range(2 * KINDS):
+        graphs.run(kind, lambda: 7)
+        ran = graphs.run("a token", lambda: 8)
+    assert ran == (8, "graph") and graphs.run(KINDS, lambda: 7) == (7, "eager")
+    assert [graphs.run("a token", lambda: 8) for _ in range(3)] == [(8, "graph")] * 3
 
 
 def test_without_graphs_the_same_work_is_done_and_said(pair, monkeypatch):
