@@ -87,13 +87,14 @@ def _planned(model: str, facts: Facts, choice: Choice, environ: Mapping[str, str
     """
     from engine.errors import KVRingError
     from kvring_cli import models
+    from kvring_cli.engines import pretends
     from kvring_cli.fewer_bits import Asked, fewer_bits
 
     if choice.outcome != "chosen" or model == PLACEHOLDER:
         return None, None
     try:
         path = str(models.resolve(model))
-        if environ.get("NINFER_AGENT_CC", "").strip():
+        if pretends(environ):
             return None, None
         asked = Asked.of(path, facts, choice.command(model)[1:], environ)
         plan = asked.plan()
