@@ -14,7 +14,7 @@ import torch
 from engine.kv.host import HostStore
 from engine.kv.pool import DevicePool
 from engine.kv.transfer import TransferStats
-from engine.ops import triton_pages
+from engine.ops import triton_moves
 from engine.ops.gather import as_words
 from engine.ops.triton_slots import Misses
 from engine.units import MIB
@@ -76,7 +76,7 @@ class Ferry:
 
     def _gather(self, layer: int, first: int) -> None:
         places = self._misses.places[layer, first:]
-        triton_pages.gather(self._staged, self._pool.data[layer], self._order, places, self._count, self._units)
+        triton_moves.gather(self._staged, self._pool.data[layer], self._order, places, self._count, self._units)
 
     def _wait(self) -> None:
         if self._cuda:

@@ -20,7 +20,7 @@ from engine.kv.pool import DevicePool
 from engine.kv.transfer import TransferStats
 from engine.model.transformer import Transformer
 from engine.ops import geometry as g
-from engine.ops import triton_pages, triton_select, triton_slots
+from engine.ops import triton_moves, triton_pages, triton_select, triton_slots
 from engine.ops.geometry import Turns
 from engine.ops.triton_attention import PagedAttention
 from engine.ops.triton_layers import TRITON
@@ -172,7 +172,7 @@ class Launches:
                 self.fixed, choice, restless, window, self.ids, tables, misses, state, counters, self._compact
             )
             if not kind.ferried:
-                triton_pages.gather(host, pool, misses.pages, misses.places, misses.count, self._gather_units)
+                triton_moves.gather(host, pool, misses.pages, misses.places, misses.count, self._gather_units)
         if kind.ferried:
             self._ferry.fetch(layer, self._between)
         return self._attention(*seen, dtype=q.dtype, redo=choice.redo if kind.ahead else None)

@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.config import PAGE
 from engine.kv.pool import DevicePool
 from engine.kv.transfer import Transfer
-from engine.ops import cuda_flash, triton_pages
+from engine.ops import cuda_flash, triton_moves, triton_pages
 from engine.ops import geometry as g
 from engine.ops.geometry import STAGED_PAGES as SEGMENT
 from engine.ops.geometry import Turns
@@ -184,7 +184,7 @@ class StagedChunk:
             if cold.any():
                 host = stager.transfer.load(layer, self._host_ids[begin:end][cold])
                 ids = stager.upload(np.cumsum(cold) - 1)
-        triton_pages.stage(
+        triton_moves.stage(
             stager.pool.data[layer],
             host,
             self._slots[layer, begin:end],

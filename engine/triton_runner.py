@@ -15,7 +15,7 @@ from engine.driven import DrivenSteps
 from engine.errors import EngineError
 from engine.kv.host import HostStore
 from engine.kv.pool import DevicePool
-from engine.ops import triton_pages
+from engine.ops import triton_moves, triton_pages
 from engine.ops.triton_layers import TRITON
 from engine.ops.upload import upload
 from engine.recall.select import EMPTY
@@ -149,7 +149,7 @@ class TritonRunner(Runner):
 def _store_pages(pool: DevicePool, host: HostStore, slots: Tensor, pages: np.ndarray) -> None:
     """`Transfer.store_kernel`. No method of the runner's, which would hold itself through it."""
     ids = upload(np.asarray(pages, dtype=np.int64), pool.data.device)
-    triton_pages.store_pages(pool.data, host.data, slots, ids, STORE_UNITS)
+    triton_moves.store_pages(pool.data, host.data, slots, ids, STORE_UNITS)
 
 
 class TritonCandidate:

@@ -123,7 +123,7 @@ class Gathering:
         pool = torch.zeros(scene.shape.layers, fetched, *host.shape[2:], dtype=host.dtype, device=scene.device)
         layers, places = len(host), torch.arange(fetched, device=scene.device)
         if scene.triton:
-            from engine.ops.triton_pages import gather
+            from engine.ops.triton_moves import gather
 
             missing = torch.tensor([fetched], dtype=torch.int32, device=scene.device)
             pages, into = torch.from_numpy(self.order).int().to(scene.device), places.int()

@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="triton has no wheel here")
 
 from engine.config import PAGE
 from engine.ops import geometry as g
-from engine.ops import triton_pages
+from engine.ops import triton_moves, triton_pages
 from engine.ops.rope import rotate
 from engine.ops.triton_attention import PagedAttention
 from engine.recall.digest import encode_keys, pack_codes
@@ -91,7 +91,7 @@ def test_staged_codes_are_the_numbers_that_they_stand_for(name, dim):
     slots = torch.tensor(scene.slot_of[scene.ids[:4]], device=DEVICE)
     distance = torch.tensor([4, 3, 2, 1], device=DEVICE)
     keys, values = (torch.empty(2, 4 * PAGE, dim, device=DEVICE) for _ in range(2))
-    triton_pages.stage(
+    triton_moves.stage(
         scene.pool, scene.host[:, 0], slots, pages, distance, scene.turns, keys, values, 3, scene.form.layout
     )
     plain = scene.kv[:4, 0].reshape(4, 2 * PAGE, dim)

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton", reason="triton has no wheel here")
 
 from engine.config import PAGE
-from engine.ops import triton_pages
+from engine.ops import triton_moves, triton_pages
 from engine.ops.rope import rotate
 from tests.scenes import CUDA, DEVICE, Scene, geometry, ints
 
@@ -42,13 +42,13 @@ def test_bytes_survive_the_way_to_the_host_and_back():
     host = torch.zeros(pages, layers, 2, 2, PAGE, 16, dtype=torch.bfloat16)
     host = host.pin_memory() if CUDA else host
     where = torch.tensor([[3, 1], [0, 4]], device=DEVICE)
-    triton_pages.store_pages(pool, host, where, torch.tensor([6, 2], device=DEVICE), 3)
+    triton_moves.store_pages(pool, host, where, torch.tensor([6, 2], device=DEVICE), 3)
     if CUDA:
         torch.cuda.synchronize()
     for layer, page, slot in ((0, 6, 3), (0, 2, 1), (1, 6, 0), (1, 2, 4)):
         assert torch.equal(host[page, layer], pool[layer, slot].cpu())
     back = torch.zeros_like(pool[1])
-    triton_pages.gather(host[:, 1], back, ints([2, 6, 0]), ints([1, 3, 2]), ints([2]), 4)
+    triton_moves.gather(host[:, 1], back, ints([2, 6, 0]), ints([1, 3, 2]), ints([2]), 4)
     assert torch.equal(back[1], pool[1, 4]) and torch.equal(back[3], pool[1, 0]) and not back[2].any()
 
 
@@ -59,7 +59,7 @@ def test_staged_pages_are_rotated_to_the_chunk_and_cold_ones_come_from_the_host(
     slots = torch.tensor(scene.slot_of[scene.ids[:4]], device=DEVICE)
     distance = torch.tensor([4, 3, 2, 1], device=DEVICE)
     keys, values = (torch.empty(2, 4 * PAGE, dim, device=DEVICE) for _ in range(2))
-    triton_pages.stage(scene.pool, scene.host[:, 0], slots, pages, distance, scene.turns, keys, values, 3)
+    triton_moves.stage(scene.pool, scene.host[:, 0], slots, pages, distance, scene.turns, keys, values, 3)
     plain = scene.kv[:4, 0].reshape(4, 2 * PAGE, dim)
     wanted = rotate(plain, *scene.rope.page_turns(-distance.cpu().numpy())).view(4, 2, PAGE, dim)
     torch.testing.assert_close(keys.view(2, 4, PAGE, dim), wanted.transpose(0, 1), atol=1e-5, rtol=1e-5)

@@ -22,7 +22,7 @@ from engine.kv.budget import WindowBudget
 from engine.launches import Kind
 from engine.layout import lay_out
 from engine.ops import geometry as g
-from engine.ops import triton_pages
+from engine.ops import triton_moves
 from engine.recall.recall import Recall, RecallSettings
 from engine.recall.window import span
 from engine.staged import StagedChunk
@@ -93,7 +93,7 @@ def test_no_kernel_is_given_host_memory_that_it_cannot_reach(pair, monkeypatch):
     answer(engine)
     runner, given = engine._runner, []
     monkeypatch.setattr(type(runner.stager), "in_place", False)
-    monkeypatch.setattr(triton_pages, "stage", lambda pool, host, *rest: given.append(host.data_ptr()))
+    monkeypatch.setattr(triton_moves, "stage", lambda pool, host, *rest: given.append(host.data_ptr()))
     cached = np.array(engine._prefix.pages())
     resident = cached[(runner.pool.slot_of[:, cached] >= 0).all(0)]
     StagedChunk(runner.stager, len(resident), resident, np.arange(len(resident)), 0, 0)._stage(0, 0, len(resident))

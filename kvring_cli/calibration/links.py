@@ -49,7 +49,7 @@ def _multiply(device: torch.device, width: int) -> float:
 def gather(device: torch.device, size: int) -> float:
     """Bytes a second of 64 pages of `size` read in place by the kernel, many times over."""
     kernel_cache.point(torch.cuda.get_device_capability(device))
-    from engine.ops.triton_pages import gather as kernel
+    from engine.ops.triton_moves import gather as kernel
 
     count = 64
     host = torch.empty(count, size // 2, dtype=torch.bfloat16, pin_memory=True)
