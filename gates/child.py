@@ -22,6 +22,7 @@ from gates.within import opener
 
 FAREWELL_SECONDS = 5.0  # from a failed start to the end of the process
 STOP_SECONDS = 10.0  # from being asked to stop to being killed
+_DOORS = ("--host", "--port", "--api-key")
 LEASHED = (sys.executable, "-m", "gates.leash")
 _open = opener(urllib.request.ProxyHandler({})).open  # loopback never goes through a proxy
 
@@ -31,6 +32,18 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def indoors(options: Sequence[str]) -> list[str]:
+    """A server's options without those that say where it listens and with which key: a trial's own server is on a free
+    port of loopback and asked without one."""
+    kept, words = [], iter(options)
+    for word in words:
+        if word in _DOORS:
+            next(words, None)
+        elif word.partition("=")[0] not in _DOORS:
+            kept.append(word)
+    return kept
 
 
 def listening(port: int) -> bool:

@@ -18,7 +18,7 @@ from http.client import HTTPConnection, HTTPException
 from random import Random
 from typing import Any
 
-from gates.child import Child, free_port
+from gates.child import Child, free_port, indoors
 from gates.smoke import SERVE, SmokeReport
 from gates.verdict import Check, Report
 
@@ -60,8 +60,8 @@ def run(
     say: Callable[[str, float], None] = lambda what, share: None,
 ) -> Report:
     """`seconds` are those of both halves together; a request that runs at their end is waited for."""
-    port = free_port()
-    report = SmokeReport("load", environment={"model": model, "clients": clients, "options": list(options)})
+    port, options = free_port(), indoors(options)
+    report = SmokeReport("load", environment={"model": model, "clients": clients, "options": options})
     say("start the server", 0.0)
     with Child([*serve, model, "--host", "127.0.0.1", "--port", str(port), *options], port) as child:
         if child.wait_ready(TIMEOUT) != "ready":

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gates.child import LEASHED, Child, Stopped, free_port
+from gates.child import LEASHED, Child, Stopped, free_port, indoors
 from gates.haystack import Counter, build, matches
 from gates.verdict import Check, Report
 
@@ -73,10 +73,10 @@ def run(
     say: Callable[[str, float], None] = lambda what, share: None,
 ) -> Report:
     """`timeout` seconds until it is ready, and for each answer. `strict` judges the values of any model's answers."""
-    port = free_port()
+    port, options = free_port(), indoors(options)
     command = [*serve, model, "--host", "127.0.0.1", "--port", str(port), *options]
     report = SmokeReport(
-        "smoke", environment={"model": model, "options": list(options), "python": platform.python_version()}
+        "smoke", environment={"model": model, "options": options, "python": platform.python_version()}
     )
     report.environment["platform"] = platform.platform()
     say("start the server", 0.0)

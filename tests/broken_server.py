@@ -67,7 +67,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def main() -> None:
-    port = int(sys.argv[sys.argv.index("--port") + 1])
+    port = int(sys.argv[len(sys.argv) - sys.argv[::-1].index("--port")])  # the last one counts
     if fault == "refuses":
         sys.exit("error: the context doesn't fit\nfix: --max-context 1")
     if fault == "crashes":

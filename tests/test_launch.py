@@ -196,6 +196,8 @@ def test_an_option_that_serve_does_not_know_ends_it_before_anything_is_tried_or_
         assert call(["launch", "phantom", "--no-smoke", "--write", str(file), "--", *words]) == 2
         said = capsys.readouterr().err
         assert "doctor" not in said and "fix: kvring serve --help" in said
+    assert call(["launch", "phantom", "--no-smoke", "--write", str(file), "--", "--port", "9000"]) == 2
+    assert "fix: kvring launch MODEL --port 9000" in capsys.readouterr().err  # doctor would look at another port
     assert not file.exists() and not seen.served
 
 

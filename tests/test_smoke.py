@@ -60,6 +60,12 @@ def test_each_fault_of_a_server_is_named(fault, noticed):
     assert any(line.startswith("server | ") for line in report.reasons)
 
 
+def test_where_a_server_will_listen_and_with_which_key_is_not_for_its_trial():
+    report = smoke("none", options=["--api-key", "secret", "--port=1", "--strict", "--host", "192.0.2.1", "--port", "2"])
+    assert report.verdict == "PASS" and report.environment["options"] == ["--strict"]
+    assert "secret" not in json.dumps(report.to_json())
+
+
 def test_a_server_that_forgets_the_first_turn_fails():
     assert "turn 2 is cached to 90 %" in failed(smoke("amnesia"))
 
