@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +65,21 @@ def write(text: str) -> None:
 
 def write_json(value: Any) -> None:
     write(json.dumps(value, ensure_ascii=False) + "\n")
+
+
+@contextlib.contextmanager
+def asked_to_stop() -> Iterator[None]:
+    """Inside the block being asked to end (SIGTERM: a service manager, a container, `kill`) is what Ctrl-C is: the
+    system's own way would run nothing that tidies up. On the main thread only, as signals are."""
+    try:
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    except ValueError:
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class Interrupts:

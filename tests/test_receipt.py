@@ -80,6 +80,18 @@ def test_after_a_killed_server_it_tells_all_but_who_where_and_what(home):
     assert "still running" in running and "ended without a word" in killed
 
 
+@pytest.mark.skipif(os.name == "nt", reason="there, asking a process to stop is ending it")
+def test_a_server_that_a_service_manager_stops_was_not_killed(home):
+    with subprocess.Popen([*KVRING, "serve", "phantom", "--port", "0", *SIZES], stderr=subprocess.PIPE) as process:
+        try:
+            assert any(b"listening" in line for line in process.stderr)
+            process.terminate()
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
+    assert last()["end"] == "closed"
+
+
 def ask(port, key, body):
     """Ask until it is ready and answers."""
     for _ in range(600):

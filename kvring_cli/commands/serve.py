@@ -194,7 +194,7 @@ def _serve(
     service.on_load_failure, service.on_worker_death = load_failed, died
     service.start()
     try:
-        with contextlib.suppress(KeyboardInterrupt):
+        with contextlib.suppress(KeyboardInterrupt), console.asked_to_stop():
             server.run(sockets=[listener])
     finally:
         service.close()
