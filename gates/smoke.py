@@ -75,9 +75,7 @@ def run(
     """`timeout` seconds until it is ready, and for each answer. `strict` judges the values of any model's answers."""
     port, options = free_port(), indoors(options)
     command = [*serve, model, "--host", "127.0.0.1", "--port", str(port), *options]
-    report = SmokeReport(
-        "smoke", environment={"model": model, "options": options, "python": platform.python_version()}
-    )
+    report = SmokeReport("smoke", environment={"model": model, "options": options, "python": platform.python_version()})
     report.environment["platform"] = platform.platform()
     say("start the server", 0.0)
     began = time.monotonic()

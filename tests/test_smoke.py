@@ -61,7 +61,9 @@ def test_each_fault_of_a_server_is_named(fault, noticed):
 
 
 def test_where_a_server_will_listen_and_with_which_key_is_not_for_its_trial():
-    report = smoke("none", options=["--api-key", "secret", "--port=1", "--strict", "--host", "192.0.2.1", "--port", "2"])
+    report = smoke(
+        "none", options=["--api-key", "secret", "--port=1", "--strict", "--host", "192.0.2.1", "--port", "2"]
+    )
     assert report.verdict == "PASS" and report.environment["options"] == ["--strict"]
     assert "secret" not in json.dumps(report.to_json())
 

@@ -58,7 +58,9 @@ def launch(
         model, options = models.PHANTOM, [model, *(options or [])]
     check_line(["serve", model, *(options or [])])
     if any(word.partition("=")[0] == "--port" for word in options or []):
-        raise console.BadUsage("--port stands after --, and launch has one of its own", "kvring launch MODEL --port 9000")
+        raise console.BadUsage(
+            "--port stands after --, and launch has one of its own", "kvring launch MODEL --port 9000"
+        )
     if write is not None:
         scripts.check(Path(write))
     path = str(models.resolve(model))
