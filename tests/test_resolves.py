@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from kvring_cli.doctor.software import KNOWN_PAIRS
+
 PROJECT = Path(__file__).parent.parent / "pyproject.toml"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 UNREACHABLE = ("error sending request", "failed to fetch", "dns error", "network connectivity", "connection refused")
@@ -52,6 +54,7 @@ def test_wheels_alone_install_it_on_linux_and_windows_with_the_triton_of_their_t
         linux, windows = both.map(lambda system: versions(resolve(system, python)), ("linux", "windows"))
     assert linux["torch"] == windows["torch"]
     assert minor(windows["triton-windows"]) == minor(linux["triton"])  # what torch itself pins on Linux
+    assert KNOWN_PAIRS[minor(linux["torch"])] == minor(linux["triton"]), "what doctor holds a pair on Windows against"
     assert "triton" not in windows and "triton-windows" not in linux
 
 

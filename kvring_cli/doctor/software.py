@@ -15,7 +15,8 @@ OLDEST_DRIVER = {
     "windows": {11: "452.39", 12: "528.33", 13: "580.88"},
 }
 """NVIDIA's oldest driver for each CUDA, by its release notes (minor versions of one CUDA go together)."""
-KNOWN_PAIRS = {"2.6": "3.2", "2.7": "3.3", "2.8": "3.4", "2.9": "3.5"}
+KNOWN_PAIRS = {"2.6": "3.2", "2.7": "3.3", "2.8": "3.4", "2.9": "3.5", "2.10": "3.6", "2.11": "3.6"}
+KNOWN_PAIRS |= {"2.12": "3.7", "2.13": "3.7"}
 """torch and the triton that it was released with, where torch itself doesn't say (triton-windows)."""
 PYTHONS = ((3, 10), (3, 13))
 _DRIVERS = "nvidia.com/drivers"
@@ -69,7 +70,10 @@ def _triton(facts: Facts) -> Finding:
     wants = facts.torch.wants or KNOWN_PAIRS.get(_minor(facts.torch.version or ""))
     if wants is None:
         detail = f"{held} beside torch {facts.torch.version}: a pair that nobody tried here"
-        return judge("triton", needed, detail, f"pip install -U {name}, then kvring smoke MODEL")
+        least, *_, most = KNOWN_PAIRS
+        return judge(
+            "triton", needed, detail, f"kvring smoke MODEL tries it; known are those of torch {least} to {most}"
+        )
     wrong = _minor(facts.triton.version) != _minor(wants)
     detail = held + (f", but torch {facts.torch.version} was made with {wants}" if wrong else "")
     return judge("triton", wrong, detail, f"pip install '{name}=={_minor(wants)}.*'")
