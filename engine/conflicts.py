@@ -33,6 +33,14 @@ _RULES: tuple[Rule, ...] = (
         lambda c: c.ring == "off" and c.retrieve != "off",
         "the ring is off: nothing is ever cold, and retrieve is not read",
     ),
+    *(
+        (("ring", field), lambda c: c.ring == "off", f"the ring is off: nothing is ever cold, and {name} is not read")
+        for field, name in (
+            ("retrieve_share", "retrieve-share"),
+            ("scorer", "scorer"),
+            ("neighbor_pages", "neighbor-pages"),
+        )
+    ),
     (
         ("positions", "prefill"),
         lambda c: c.positions == "compact" and c.prefill == "exact",

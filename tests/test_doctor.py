@@ -116,6 +116,8 @@ def test_a_driver_older_than_torchs_cuda_needs_fails(system, version, cuda, stat
     [
         (TorchBuild("2.8.0+cu128", "12.8", True), Package("triton-windows", "3.4.0.post20"), "ok"),
         (TorchBuild("2.8.0+cu128", "12.8", True), Package("triton-windows", "3.2.0"), "warn"),
+        (TorchBuild("2.11.0+cu128", "12.8", True), Package("triton-windows", "3.6.0.post25"), "ok"),
+        (TorchBuild("2.11.0+cu128", "12.8", True), Package("triton-windows", "3.7.1"), "warn"),
         (TorchBuild("2.99.0", "12.8", True), Package("triton-windows", "3.4.0"), "warn"),
         (TorchBuild("2.99.0", "12.8", True, wants="3.4.0"), Package("triton", "3.4.1"), "ok"),
         (TorchBuild("2.8.0+cu128", "12.8", True), None, "warn"),
@@ -216,6 +218,8 @@ def test_what_is_not_known_is_never_ok():
         ({"NINFER_KV_RING": "0", "NINFER_KV_WINDOW": "8192"}, "kv-window is not read"),
         ({"NINFER_KV_RING": "0", "NINFER_KV_RETRIEVE": "1"}, "nothing is ever cold"),
         ({"NINFER_KV_RETRIEVE": "512", "NINFER_KV_RETRIEVE_SHARE": "20"}, "retrieve-share is not read"),
+        ({"NINFER_KV_RING": "0", "NINFER_KV_SCORER": "token"}, "scorer is not read"),
+        ({"NINFER_KV_RING": "0", "NINFER_KV_NEIGHBOR_PAGES": "2"}, "neighbor-pages is not read"),
     ],
 )
 def test_contradictions_among_the_switches_are_named(environ, words):
