@@ -154,6 +154,18 @@ def test_a_group_without_a_limit_leaves_the_machines_memory(tmp_path, version, m
             16,
         ),
         ("4:cpu,cpuacct:/docker/1", {"cpu/cpu.cfs_quota_us": "250000", "cpu/cpu.cfs_period_us": "50000"}, 5, 5),
+        (
+            "4:cpu,cpuacct:/a",
+            {"cpu,cpuacct/a/cpu.cfs_quota_us": "300000", "cpu,cpuacct/a/cpu.cfs_period_us": "100000"},
+            3,
+            3,
+        ),
+        (
+            "4:cpuacct,cpu:/a",
+            {"cpu,cpuacct/cpu.cfs_quota_us": "300000", "cpu,cpuacct/cpu.cfs_period_us": "100000"},
+            3,
+            3,
+        ),
         ("4:cpu:/jobs/7", {"cpu/jobs/cpu.cfs_quota_us": "200000", "cpu/jobs/cpu.cfs_period_us": "100000"}, 2, 2),
     ],
 )

@@ -40,13 +40,17 @@ def quotas(read: Read) -> Iterator[float]:
 
 def _around(read: Read, controller: str) -> Iterator[str]:
     """The folders of this process's group and of every one that it is in."""
-    groups: dict[str, str] = {}
+    groups: dict[str, tuple[str, list[str]]] = {}
     for line in read("proc/self/cgroup").splitlines():
-        controllers, _, path = line.partition(":")[2].partition(":")
-        groups |= dict.fromkeys(controllers.split(","), path)
-    own = PurePosixPath(groups.get(controller, "/"))
-    for group in (own, *own.parents):
-        yield f"sys/fs/cgroup/{controller}{group}"
+        joint, _, path = line.partition(":")[2].partition(":")
+        controllers = joint.split(",")
+        groups |= dict.fromkeys(controllers, (path, controllers))
+    path, joint = groups.get(controller, ("/", [controller]))
+    own = PurePosixPath(path)
+    # Version 1 may mount some together, in whatever order, and not every system links their single names to that.
+    for mount in {controller, ",".join(joint), ",".join(sorted(joint)), ",".join(reversed(joint))}:
+        for group in (own, *own.parents):
+            yield f"sys/fs/cgroup/{mount}{group}"
 
 
 def _count(text: str) -> int:
