@@ -14,7 +14,7 @@ from engine.errors import ConfigError
 from engine.platform import Facts
 from engine.routes import Bands
 from engine.weights.quant import TYPES
-from kvring_cli.cards import CardFacts, datasheet
+from kvring_cli.cards import CardFacts, cards, datasheet
 from kvring_cli.planning import Place, Plan
 from kvring_cli.predict import Prediction, Work, predict
 from kvring_cli.shapes import Shape
@@ -74,7 +74,11 @@ def rates_here(facts: Facts, environ: Mapping[str, str], *, cpu: bool) -> tuple[
         matching = (row for row in built_in() if row.rates and row.matches(name or "unknown", count))
         source, row = "built-in", next(matching, None)
     if row is None:
-        return {}, f"no rates of {name} are known: kvring calibrate measures them"
+        alike = next((card for card in cards().values() if gpu and card.gpu.hardware_class == name), None)
+        if alike is None:
+            return {}, f"no rates of {name} are known: kvring calibrate measures them"
+        rates, origin = rates_of_card(alike)
+        return rates, f"{origin}; kvring calibrate measures it"
     return row.rates, f"{source} profile of {name} ({row.origin})"
 
 

@@ -143,6 +143,17 @@ def test_a_first_start_that_kept_routes_only_leaves_the_built_in_rates_in_force(
     assert rates == before and rates and "built-in" in origin
 
 
+def test_a_card_that_is_here_and_was_never_measured_is_told_what_its_datasheet_promises(tmp_path):
+    environ = {"NINFER_DEVICE_PROFILES": str(tmp_path / "none.yaml")}
+    card = find_card("3060-12gb")
+    here = replace(linux_server(), gpus=(replace(card.gpu, total=12 * 2**30, used=0),))
+    rates, origin = forecasts.rates_here(here, environ, cpu=False)
+    assert rates == forecasts.rates_of_card(card)[0] and "nobody ran" in origin and "kvring calibrate" in origin
+    unknown = replace(here, gpus=(replace(card.gpu, name="NVIDIA GeForce RTX 3060 Laptop GPU"),))
+    rates, origin = forecasts.rates_here(unknown, environ, cpu=False)
+    assert not rates and "kvring calibrate measures them" in origin
+
+
 def test_without_a_measured_card_there_are_no_times(monkeypatch):
     monkeypatch.setattr(forecasts, "built_in", list)
     assert plan_for("qwen3-4b", "12gb", None, 4.5, flags={}, environ={})[2].prediction is None
