@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,14 @@ def test_each_system_gets_its_own_probes():
     assert type(this_platform("Linux", "5.15.167.4-microsoft-standard-WSL2")) is WSL2
     assert type(this_platform("Linux", "6.8.0")) is Linux
     assert this_platform("Darwin", "24").name == "darwin"
+
+
+def test_the_disk_is_looked_at_where_the_cache_lies_and_not_at_home(tmp_path, monkeypatch):
+    asked, real = [], shutil.disk_usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: asked.append(Path(folder)) or real(folder))
+    monkeypatch.setattr(sys.modules["engine.platform.gather"], "cache_folder", lambda: tmp_path / "not" / "there yet")
+    facts = gather(Linux(), import_torch=False, nvml=None)
+    assert asked == [tmp_path] and facts.disk_free and facts.cache.endswith("there yet")
 
 
 def test_wsl2_follows_wddm_though_nvml_cannot_say_so():

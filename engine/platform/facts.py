@@ -151,7 +151,8 @@ class Facts:
     torch: TorchBuild = field(default_factory=TorchBuild)
     triton: Package | None = None
     console: Console = field(default_factory=Console)
-    disk_free: int | None = None  # where the user's cache lies
+    cache: str = ""  # the user's folder for models, profiles and kernels; empty: it has none
+    disk_free: int | None = None  # there
     symlinks: bool | None = None
 
     @property

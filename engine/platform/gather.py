@@ -9,8 +9,10 @@ import shutil
 import sys
 from collections.abc import Callable
 from importlib import metadata
+from pathlib import Path
 from typing import Any, TypeVar
 
+from engine.files import cache_folder
 from engine.platform.facts import Console, Cpu, Driver, Facts, Package, TorchBuild
 from engine.platform.nvidia import read_cards, run_quietly
 from engine.platform.systems import Platform, this_platform
@@ -22,6 +24,7 @@ TRITON = ("triton", "triton-windows", "pytorch-triton")
 def gather(platform: Platform | None = None, *, import_torch: bool = True, nvml: Any = ...) -> Facts:
     """`import_torch` False is quick and leaves out what only torch knows (its CUDA, whether it sees the card)."""
     platform = platform or this_platform()
+    cache = _try(cache_folder)
     gpus, driver = _try(lambda: read_cards(_nvml() if nvml is ... else nvml, run_quietly)) or ((), Driver())
     return Facts(
         system=platform.name,
@@ -36,9 +39,15 @@ def gather(platform: Platform | None = None, *, import_torch: bool = True, nvml:
         torch=_torch(import_torch),
         triton=next(filter(None, map(package, TRITON)), None),
         console=_try(platform.console) or Console(),
-        disk_free=_try(lambda: shutil.disk_usage(os.path.expanduser("~")).free),
+        cache=str(cache or ""),
+        disk_free=_try(lambda: shutil.disk_usage(_nearest(cache)).free) if cache else None,
         symlinks=_try(platform.can_symlink),
     )
+
+
+def _nearest(folder: Path) -> Path:
+    """`folder`, or the closest one around it that is there already."""
+    return next(one for one in (folder, *folder.parents) if one.exists())
 
 
 def package(name: str) -> Package | None:

@@ -53,9 +53,9 @@ def check(facts: Facts, tried: Any | str) -> Iterator[Finding]:
     yield _cpu(facts)
     yield from _memory(facts)
     if facts.disk_free is None:
-        yield Finding("disk", "unknown", "free space can't be read", f"check {facts.home}")
+        yield Finding("disk", "unknown", "free space can't be read", f"check {facts.cache or facts.home}")
     else:
-        detail = f"{format_bytes(facts.disk_free)} free at {facts.home}"
+        detail = f"{format_bytes(facts.disk_free)} free at {facts.cache or facts.home}"
         little = facts.disk_free < LEAST_DISK
         yield judge("disk", little, detail, "free some space: models and profiles lie there")
 
