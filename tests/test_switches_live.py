@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import re
 from dataclasses import replace
@@ -20,6 +21,7 @@ from engine.result import Progress
 from engine.switches import OTHER_SWITCHES, SETTINGS, resolve
 from tests.models import phantom_folder
 
+COMMANDS = Path(__file__).parent.parent / "kvring_cli" / "commands"
 TOKENS = 1500  # over a pool of 16 pages, within 64
 VALUES = (None, "", "0", "1", "0 ", "512", "rubbish")
 RING = {None: "auto", "": "auto", "0": "off", "0 ": "off", "1": "on", "512": "on", "rubbish": "on"}
@@ -180,6 +182,22 @@ ELSEWHERE = {
 
 def test_every_setting_is_observed():
     assert set(OBSERVED) | set(ELSEWHERE) == {setting.field for setting in SETTINGS}
+
+
+def test_what_is_observed_elsewhere_is_there():
+    root = Path(__file__).parent.parent
+    for where in ELSEWHERE.values():
+        file, _, test = where.partition(":")
+        assert (root / file).is_file() if test else file in globals(), where
+
+
+@pytest.mark.parametrize("path", sorted(COMMANDS.glob("*.py")), ids=lambda path: path.stem)
+def test_no_command_takes_a_flag_that_it_does_not_read(path):
+    for command in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(command, ast.FunctionDef) and not command.name.startswith("_"):
+            taken = {one.arg for one in (*command.args.args, *command.args.kwonlyargs)}
+            read = {name.id for line in command.body for name in ast.walk(line) if isinstance(name, ast.Name)}
+            assert taken <= read, command.name
 
 
 @pytest.mark.parametrize("field", sorted(OBSERVED))
