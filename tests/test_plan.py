@@ -250,6 +250,13 @@ def test_plan_speaks_json_and_refuses_with_the_knob(capsys):
         assert "--card" in capsys.readouterr().err
 
 
+def test_plan_points_out_a_switch_that_is_none_and_two_that_contradict_each_other(monkeypatch, capsys):
+    monkeypatch.setenv("NINFER_KV_SNIK", "64")
+    assert call(["plan", "qwen3-4b", "--card", "12gb", "--retrieve", "off", "--scorer", "token"]) == 0
+    said = capsys.readouterr().err
+    assert "did you mean NINFER_KV_SINK?" in said and "scorer is not read" in said
+
+
 @pytest.mark.parametrize("ram", ["32", "0", "-3GiB", "much"])
 def test_ram_without_a_unit_is_bad_usage_and_not_that_many_bytes(ram, capsys):
     for words in (["phantom"], ["--card", "12gb"], ["qwen3-8b", "--card", "12gb"]):

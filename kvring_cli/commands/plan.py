@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from engine.errors import ConfigError
-from engine.switches import SETTINGS
+from engine.switches import SETTINGS, resolve
 from engine.units import format_bytes
 from kvring_cli import console
 from kvring_cli.options import AsJson, Flags, engine_options
@@ -51,6 +51,8 @@ def plan(
     from engine.platform import gather
     from kvring_cli.planning import overview, plan_for
 
+    for warning in resolve("", flags, os.environ).warnings:
+        console.warn(warning)
     if model is None:
         for flag, given in (("--measure", measure), ("--compute-capability", compute_capability)):
             if given:
