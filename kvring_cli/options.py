@@ -39,6 +39,11 @@ ServeOptions = Annotated[
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show every effective setting with its source.")]
 
 
+def model_and_options(model: str, options: list[str] | None) -> tuple[str, list[str]]:
+    """MODEL and what stands after --. Where MODEL was left out the first word after -- stood in its place."""
+    return ("phantom", [model, *(options or [])]) if model.startswith("-") else (model, options or [])
+
+
 def engine_options(command: Command) -> Command:
     """`command(..., flags: Flags)` gets the flags that were given, by field of EngineConfig."""
     return _gather(command, "flags", [_parameter(setting) for setting in SETTINGS], lambda **flags: flags)

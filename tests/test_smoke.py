@@ -166,6 +166,15 @@ def test_the_command_writes_its_report_and_exits_with_the_verdict(monkeypatch, t
     assert capsys.readouterr().out.splitlines()[-1].startswith("smoke: FAIL  (")
 
 
+def test_options_alone_leave_the_model_what_it_is(monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(
+        "gates.smoke.run", lambda model, **more: asked.append((model, more["options"])) or smoke("busy")
+    )
+    assert call(["smoke", "--", "--kv-capacity", "4032"]) == 1
+    assert asked == [("phantom", ["--kv-capacity", "4032"])]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not SERVE_EXISTS, reason="there is no kvring serve yet")
 def test_the_phantom_served_for_real_passes():

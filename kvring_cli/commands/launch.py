@@ -13,7 +13,7 @@ import typer
 
 from engine.errors import ConfigError, KVRingError
 from kvring_cli import console
-from kvring_cli.options import Flags, engine_options
+from kvring_cli.options import Flags, engine_options, model_and_options
 
 if TYPE_CHECKING:
     from engine.platform import Facts
@@ -54,10 +54,9 @@ def launch(
     from kvring_cli.app import check_line
     from kvring_cli.engines import without_cards
 
-    if model.startswith("-"):  # MODEL left out: the first word after -- stood in its place
-        model, options = models.PHANTOM, [model, *(options or [])]
-    check_line(["serve", model, *(options or [])])
-    if any(word.partition("=")[0] == "--port" for word in options or []):
+    model, options = model_and_options(model, options)
+    check_line(["serve", model, *options])
+    if any(word.partition("=")[0] == "--port" for word in options):
         raise console.BadUsage(
             "--port stands after --, and launch has one of its own", "kvring launch MODEL --port 9000"
         )
@@ -74,10 +73,10 @@ def launch(
     _examine(facts, flags, port)
     choice = _pick(facts)
     line = serve_line(choice, model, profile, flags, os.environ)
-    line += _plan(path, facts, [*line, *(options or [])])
-    line += ["--port", str(port), *(options or [])]
+    line += _plan(path, facts, [*line, *options])
+    line += ["--port", str(port), *options]
     if smoke:
-        _try(model, line[2:], options or [])
+        _try(model, line[2:], options)
     if write is not None:
         _write(Path(write), line)
         return

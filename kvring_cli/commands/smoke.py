@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from kvring_cli.files import check_json, save_json
-from kvring_cli.options import Model, ReportFile, ServeOptions
+from kvring_cli.options import Model, ReportFile, ServeOptions, model_and_options
 
 
 def smoke(
@@ -27,8 +27,9 @@ def smoke(
     from kvring_cli.commands.gate import GateProgress, show
 
     check_json(report)
+    model, options = model_and_options(model, options)
     with GateProgress("smoke") as progress:
-        found = run(model, options=options or (), timeout=timeout, strict=strict, say=progress)
+        found = run(model, options=options, timeout=timeout, strict=strict, say=progress)
     show(found)
     save_json(report, found.to_json())
     raise typer.Exit(found.exit_code)
