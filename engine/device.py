@@ -15,6 +15,7 @@ from engine.kv.budget import Memory
 from engine.platform import Gpu, Platform, gather, this_platform
 from engine.platform.facts import slug
 from engine.routes import SETTINGS, Routes, pick
+from engine.weights.gguf import is_gguf
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEVICE_SHARE = 0.90
@@ -41,11 +42,15 @@ def resolve_device(name: str) -> torch.device:
 def resolve_dtype(name: str, device: torch.device, model: str = "") -> torch.dtype:
     """`auto`: bfloat16 on CUDA, and for a GGUF file where the CPU multiplies it in hardware; else float32."""
     if name == "auto":
-        fast = device.type == "cuda" or (model.endswith(".gguf") and cpu_multiplies_bfloat16())
-        return torch.bfloat16 if fast else torch.float32
+        return torch.bfloat16 if device.type == "cuda" else cpu_dtype(is_gguf(model))
     if name not in DTYPES:
         raise ConfigError(f"dtype '{name}' is not known", f"one of auto, {', '.join(DTYPES)}")
     return DTYPES[name]
+
+
+def cpu_dtype(gguf: bool) -> torch.dtype:
+    """What a CPU computes a model in, a GGUF file or not, where nobody asks for else."""
+    return torch.bfloat16 if gguf and cpu_multiplies_bfloat16() else torch.float32
 
 
 def cpu_multiplies_bfloat16() -> bool:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from engine.device import (
     use_device,
 )
 from engine.errors import EngineError, RequestError
+from engine.kv.budget import check_context
 from engine.model.load import LoadedModel, load_model
 from engine.platform import Platform, this_platform
 from engine.prepare import Prepared
@@ -80,7 +82,8 @@ class Engine(Ring):
                 began, dtype = time.perf_counter(), resolve_dtype(config.dtype, device, config.model)
                 if config.weights in WEIGHT_TYPES and Path(config.model).is_dir():
                     say(f"weights are quantised to {config.weights} while they are read: minutes, for billions of them")
-                model = load_model(config.model, device, dtype, config.weights)
+                check = partial(check_context, config)
+                model = load_model(config.model, device, dtype, config.weights, lambda it: check(it.trained_context))
                 size = format_bytes(model.transformer.weight_bytes)
                 say(f"weights {size} of {model.name} read in {time.perf_counter() - began:.1f} s")
             return cls(config, model, platform, backends=backends, say=say)

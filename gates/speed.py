@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from engine.config import EngineConfig, RecallParams, SamplingParams
 from engine.engine import Engine
 from engine.errors import ConfigError
+from engine.weights.gguf import is_gguf
 from gates.context import Say, load_context
 from gates.haystack import build
 from gates.options import GateOptions
@@ -85,7 +86,7 @@ def _peer(name: str, config: EngineConfig) -> Callable[[], float]:
         from llama_cpp import Llama
     except ImportError:
         raise ConfigError("llama-cpp-python is not installed here", "pip install llama-cpp-python") from None
-    if not config.model.endswith(".gguf"):
+    if not is_gguf(config.model):
         raise ConfigError("llama.cpp reads GGUF files only", "give a .gguf model")
     import torch
 

@@ -138,14 +138,12 @@ def _for_card(facts: Facts, gpu: Gpu, kernels: bool, pretended: bool) -> Choice:
     return _chosen(engine, gpu.name, gpu.capability, why, dtype, window, chunk, settings)
 
 
-def kv_on_cpu(model: str = "") -> str:
-    """What pages of a model hold on this CPU where memory lets them and nobody asks for else; `model`: its file."""
-    import torch
-
-    from engine.device import resolve_dtype
+def kv_on_cpu(gguf: bool) -> str:
+    """What pages of a model, a GGUF file or not, hold on this CPU where memory lets them and nobody asks for else."""
+    from engine.device import cpu_dtype
     from engine.kv.dtype import plain
 
-    return plain(resolve_dtype("auto", torch.device("cpu"), model)).name
+    return plain(cpu_dtype(gguf)).name
 
 
 def _cpu(facts: Facts, why: str) -> Choice:
@@ -159,7 +157,7 @@ def _cpu(facts: Facts, why: str) -> Choice:
             "pip install torch",
         )
     reason = f"{why}; torch computes on {facts.cpu.processors} processors"
-    return _chosen("torch-cpu", facts.cpu.name, None, reason, kv_on_cpu(), 16384, 1024, [("--device", "cpu")])
+    return _chosen("torch-cpu", facts.cpu.name, None, reason, kv_on_cpu(gguf=False), 16384, 1024, [("--device", "cpu")])
 
 
 def _chosen(engine, card, capability, why, dtype, window, chunk, settings) -> Choice:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -103,12 +104,13 @@ def test_a_cpus_dtype_is_the_one_that_serve_takes(fast, monkeypatch, capsys, tmp
     """It said fp32 of a GGUF file that this CPU computes in bf16."""
     monkeypatch.setattr(engine.device, "cpu_multiplies_bfloat16", lambda: fast)
     monkeypatch.setattr(engine.platform, "gather", laptop)
-    for path in (save_gguf(tiny_model("llama"), tmp_path / "m.gguf"), phantom_folder()):
+    file = save_gguf(tiny_model("llama"), tmp_path / "m.gguf")
+    for path in (file, shutil.copy(file, tmp_path / "named otherwise"), phantom_folder()):
         assert call(["pick-engine", str(path), "--json"]) == 0
         picked = json.loads(capsys.readouterr().out)
         assert picked["serve"][1:] == ["serve", str(path), "--device", "cpu"]
         served = Engine.load(EngineConfig(model=str(path), device="cpu", max_context=256))
-        assert picked["kv_dtype"] == served.capacity.kv
+        assert picked["kv_dtype"] == served.capacity.kv == ("bf16" if fast and path != phantom_folder() else "fp32")
         served.close()
     assert call(["pick-engine"]) == 0
     assert ("fp32, bf16 of a GGUF file" in capsys.readouterr().out) == fast

@@ -12,6 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.errors import ConfigError
 from engine.model.load import load_model
 from engine.weights.source import digest_of
 from tests.models import refusal, tiny_folder, tiny_model
@@ -247,3 +250,9 @@ def test_settings_of_the_wrong_kind_are_a_model_error(folder: Path, change: dict
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **change}))
     assert refusal(folder).fix
+
+
+def test_a_context_beyond_the_model_is_refused_before_a_weight_is_read(folder: Path, monkeypatch) -> None:
+    monkeypatch.setattr("engine.model.load.assemble", lambda *_: pytest.fail("the weights were read"))
+    with pytest.raises(ConfigError, match="beyond the"):
+        Engine.load(EngineConfig(model=str(folder), max_context=1 << 20))

@@ -257,11 +257,10 @@ def _automatic_host(logical: int, page_bytes: int, digest_page: int, ram: int, s
     )
 
 
-def _context(config: EngineConfig, largest: int, trained: int, notes: list[str]) -> int:
+def check_context(config: EngineConfig, trained: int) -> None:
+    """Refuse what is wrong of the context by itself: known before a weight is read. ConfigError."""
     if config.max_context is None:
-        if trained > largest:
-            notes.append(f"context {largest:,} tokens: host memory holds no more of the model's {trained:,}")
-        return min(trained, largest)
+        return
     if config.max_context < 1:
         raise ConfigError(f"a context of {config.max_context} tokens holds nothing", "--max-context 4096, say")
     if config.max_context > trained and config.positions == "absolute":
@@ -270,7 +269,15 @@ def _context(config: EngineConfig, largest: int, trained: int, notes: list[str])
             "positions are absolute",
             f"--max-context {trained}, or --positions compact (the window is packed from 0)",
         )
-    return config.max_context
+
+
+def _context(config: EngineConfig, largest: int, trained: int, notes: list[str]) -> int:
+    check_context(config, trained)
+    if config.max_context is not None:
+        return config.max_context
+    if trained > largest:
+        notes.append(f"context {largest:,} tokens: host memory holds no more of the model's {trained:,}")
+    return min(trained, largest)
 
 
 def _pool_pages(config: EngineConfig, logical: int, trained: int) -> int:

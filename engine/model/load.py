@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -64,9 +65,13 @@ class OpenedModel:
 
 
 def load_model(
-    path: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, weights: str = "auto"
+    path: str | Path,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    weights: str = "auto",
+    check: Callable[[ModelConfig], None] = lambda config: None,
 ) -> LoadedModel:
-    """`weights`: as `EngineConfig.weights`.
+    """`weights`: as `EngineConfig.weights`. `check` may refuse the model before its weights are read.
 
     Raises ModelError, naming the file or tensor, for anything missing, damaged or not supported; ConfigError for a
     quantisation that can't be done.
@@ -76,6 +81,7 @@ def load_model(
         return _random(str(path), device, dtype, TYPES.get(weights.upper()))
     path = Path(path)
     opened = quantised(open_model(path), weights)
+    check(opened.config)
     source = opened.source
     types = packed_types(weights, device.type, dtype)
     kernels, troubles = kernels_for(device, dtype, types.intersection(map(source.kind_of, source.shapes)))

@@ -15,6 +15,7 @@ from engine.units import format_bytes
 from engine.weights.quant import TYPES, QuantType
 from engine.weights.source import WeightSource
 
+PLAIN_TYPES = ("F64", "F32", "F16", "BF16")
 FOUR_BIT = 4 + 32 / GROUP
 """Bits of a weight in torch's 4-bit form, scales included."""
 
@@ -67,12 +68,13 @@ def held_bytes(
 def explain(source: WeightSource, names: Iterable[str], packing: Packing) -> str:
     """What is loaded larger than the source has it, and what that costs; empty where nothing is."""
     grown: Counter[str] = Counter()
+    dtype = str(packing.dtype).removeprefix("torch.")
     for name in names:
         kind, held = packing.kind(source, name), source.kind_of(name)
         size = held_bytes(source, [name], packing.kernels, packing.device.type, packing.dtype)
         more = size - source.bytes_of(name)
         if more > 0.05 * source.bytes_of(name) and len(source.shapes[name]) == 2:
-            how = f"{held} is dequantised"
+            how = f"{held} is {f'held as {dtype}' if held in PLAIN_TYPES else 'dequantised'}"
             if kind:
                 bits = held_bits(kind, packing.device.type, packing.dtype)
                 how = f"{held} is held in {bits:.3g} bits a weight instead of {kind.file_bits:.3g}"

@@ -10,6 +10,7 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import struct
@@ -42,6 +43,13 @@ class _Place:
     shape: tuple[int, ...]  # outermost first, as torch has it
     start: int
     end: int
+
+
+def is_gguf(path: str | Path) -> bool:
+    """By its first bytes: a cache or a download may name the file anything. False where it can't be read."""
+    with contextlib.suppress(OSError, ValueError), open(path, "rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+    return False
 
 
 class GGUFFile:

@@ -76,7 +76,7 @@ def _kv(choice: Choice, plan: Plan | None) -> str:
 
     if plan is not None and plan.capacity is not None:
         return f"{choice.kv_dtype} ({plan.capacity.kv_reason})"
-    if choice.engine == "torch-cpu" and (of_gguf := kv_on_cpu(f"{PLACEHOLDER}.gguf")) != choice.kv_dtype:
+    if choice.engine == "torch-cpu" and (of_gguf := kv_on_cpu(gguf=True)) != choice.kv_dtype:
         return f"{choice.kv_dtype}, {of_gguf} of a GGUF file"
     return f"{choice.kv_dtype}, k8v4 where memory holds the context only so"
 
