@@ -23,6 +23,7 @@ from engine.lent import LentTables
 from engine.model.transformer import Transformer
 from engine.ops import geometry as g
 from engine.ops import triton_select
+from engine.ops.triton_sliding import SlidingAttention
 from engine.ops.upload import upload
 from engine.recall.digest import Digests
 from engine.recall.recall import Recall
@@ -49,8 +50,10 @@ class DrivenSteps:
         pages: int,
         multiprocessors: int,
         graphs: bool,
+        sliding: SlidingAttention | None,
     ) -> None:
-        """pages: the most that one sequence may have; multiprocessors: of the device; graphs: whether to capture."""
+        """pages: the most that one sequence may have; multiprocessors: of the device; graphs: whether to capture;
+        sliding: of the layers that slide, if there are any."""
         self.pool, self.host, self.transfer = pool, host, transfer
         self.compact, self.graphs = compact, StepGraphs(graphs)
         self.steps: Counter[str] = Counter()
@@ -67,6 +70,7 @@ class DrivenSteps:
             multiprocessors=multiprocessors,
             ferried=None if self.in_place else transfer.stats,
             between=self.graphs.between,
+            sliding=sliding,
         )
         self._pages = pages
         self._last: Frame | None = None
@@ -248,7 +252,7 @@ class DrivenSteps:
             g.STEADY: layout is self._attended,
             g.TOKENS: len(frame.step.tokens),
         }
-        self.launches.state.tell(frame.step.tokens, words)
+        self.launches.state.tell(frame.step.tokens, words | frame.tail_words)
 
     def _upload(self, array: np.ndarray) -> Tensor:
         return upload(array, self.pool.data.device)

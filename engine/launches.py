@@ -25,6 +25,7 @@ from engine.ops.geometry import Turns
 from engine.ops.triton_attention import PagedAttention
 from engine.ops.triton_layers import TRITON
 from engine.ops.triton_score import MANY_UNITS, PageScores
+from engine.ops.triton_sliding import SlidingAttention
 from engine.ops.upload import upload
 from engine.recall.digest import Digests
 from engine.recall.recall import QUERY_ROWS
@@ -83,11 +84,12 @@ class Launches:
         multiprocessors: int,
         ferried: TransferStats | None,
         between: Callable[[Callable[[], None]], None],
+        sliding: SlidingAttention | None,
     ) -> None:
-        """tables: of all layers, on the device. ferried: where to count what the host brings, if it may have to;
-        between: given the host's work in the middle of a step."""
+        """tables: of all layers that page, on the device; sliding: of those that don't. ferried: where to count what
+        the host brings, if it may have to; between: given the host's work in the middle of a step."""
         self._model, self._pool, self._host, self._digests, self._tables = model, pool, host, digests, tables
-        self._compact, self._between = compact, between
+        self._compact, self._between, self._sliding = compact, between, sliding
         device, shape, slots, routes = pool.data.device, pool.shape, pool.slots, pool.routes
         heads, kv_heads, dim, own = model.config.heads, shape.kv_heads, shape.head_dim, tokens // PAGE + 1
 
@@ -136,6 +138,12 @@ class Launches:
         return self._model.logits(hidden)
 
     def _attend(self, kind: Kind, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        config = self._model.config
+        if layer in config.sliding:
+            return self._sliding(config.row[layer], q, k, v, self.state.geometry)
+        return self._attend_pages(kind, config.row[layer], q, k, v)
+
+    def _attend_pages(self, kind: Kind, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         pool, turned, rope = self._pool.data[layer], self._turned[: kind.rows], self._model.rope
         tables, host = self._tables.layer(layer), self._host.data[:, layer]
         page, state, counters = self._pool.shape.form.layout, self.state.geometry, self.state.counters

@@ -54,8 +54,6 @@ class Runner:
         self.logical_pages = logical_pages
         self.captures = graphs
         self.tails = tails
-        self._row = {layer: row for row, layer in enumerate(model.config.paged)}  # in pool and store, of a paged layer
-        self._tail_row = {layer: row for row, layer in enumerate(model.config.sliding)}
         self.steps: Counter[str] = Counter()  # by who drove them
         self.degraded = ""  # why steps take a slower way than was meant
 
@@ -157,11 +155,11 @@ class Runner:
         return torch.cat([self._counted(frame, layer, *qkv) for frame, *qkv in parts])
 
     def _counted(self, frame: Frame, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if layer not in self._row:
-            return self._slide(frame, self._tail_row[layer], q, k, v)
-        layer = self._row[layer]
+        row = self.model.config.row[layer]
+        if layer in self.model.config.sliding:
+            return self._slide(frame, row, q, k, v)
         before = copy(self.transfer.stats)
-        hidden = self._attend(frame, layer, q, k, v)
+        hidden = self._attend(frame, row, q, k, v)
         frame.step.trace.moved.add(self.transfer.stats, before)
         return hidden
 

@@ -88,9 +88,8 @@ class StagedChunk:
         self._distance = stager.upload(past - seen)
         self._own_slots = self._slots[:, len(window) :].int()
         self._own_ids = stager.upload(np.arange(self.own)).int()
-        geometry = np.zeros(g.GEOMETRY)
-        geometry[[g.FIRST, g.OWN, g.TOKENS]] = first_row, self.own, tokens
-        self._geometry = stager.upload(geometry).int()
+        geometry = g.vector({g.FIRST: first_row, g.OWN: self.own, g.TOKENS: tokens})
+        self._geometry = upload(geometry, pool.data.device)
         self._offsets = stager.rope.cos_sin(torch.arange(first_row + tokens, device=pool.data.device))
         count = len(window)
         borders = [*range(0, count, SEGMENT), count]

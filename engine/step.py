@@ -95,6 +95,12 @@ class Frame:
         )
 
     @property
+    def tail_words(self) -> dict[int, int]:
+        """As `Tail.words`; none where no layer slides."""
+        sequence = self.step.sequence
+        return sequence.tail.words(sequence.length) if sequence.tail is not None else {}
+
+    @property
     def tag(self) -> str:
         """How the pages that this step closes were computed."""
         if self.identity or self.step.mode == "exact":

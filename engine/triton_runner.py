@@ -12,11 +12,13 @@ from torch import Tensor
 from engine import kernel_cache
 from engine.config import PAGE
 from engine.driven import DrivenSteps
-from engine.errors import EngineError
 from engine.kv.host import HostStore
 from engine.kv.pool import DevicePool
+from engine.model.transformer import Attend
+from engine.ops import geometry as g
 from engine.ops import triton_moves, triton_pages
 from engine.ops.triton_layers import TRITON
+from engine.ops.triton_sliding import SlidingAttention
 from engine.ops.upload import upload
 from engine.recall.select import EMPTY
 from engine.recall.window import span
@@ -43,9 +45,14 @@ class TritonRunner(Runner):
             base.compact,
             base.logical_pages,
             base.captures,
+            base.tails,
         )
         device = self.pool.data.device
         multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+        config, rope = self.model.config, self.model.sliding_rope
+        self.sliding = None
+        if config.sliding:
+            self.sliding = SlidingAttention(rope, config.heads, config.kv_heads, config.window, self.logical_pages)
         self.driven = DrivenSteps(
             self.model,
             self.pool,
@@ -56,6 +63,7 @@ class TritonRunner(Runner):
             pages=self.logical_pages,
             multiprocessors=multiprocessors,
             graphs=self.captures,
+            sliding=self.sliding,
         )
         self.stager = Stager(self.pool, self.transfer, self.model.rope, self.model.config.heads, self.logical_pages)
         self.steps = self.driven.steps
@@ -113,7 +121,7 @@ class TritonRunner(Runner):
                 pool.data[layer].index_fill_(0, self.stager.upload(slots), 0)
         chunk = StagedChunk(self.stager, frame.past, frame.ids, window, frame.first_row, len(step.tokens))
         tokens = self.stager.upload(np.asarray(step.tokens))
-        hidden = self.model.forward(tokens, chunk.attend, TRITON)
+        hidden = self.model.forward(tokens, self._over(chunk, frame), TRITON)
         self.steps["streamed"] += 1
         step.trace.hidden_pages = frame.past - len(window)
         step.trace.over_pool |= not frame.identity
@@ -125,6 +133,19 @@ class TritonRunner(Runner):
             stats.bytes_fetched += size
         rows = {"none": hidden[:0], "last": hidden[-1:], "all": hidden}[step.logits]
         return self.model.logits(rows) if len(rows) else None
+
+    def _over(self, chunk: StagedChunk, frame: Frame) -> Attend:
+        """Its layers, each over what its kind sees."""
+        rows, sliding = self.model.config.row, self.model.config.sliding
+        words = g.vector({**frame.tail_words, g.TOKENS: len(frame.step.tokens)})
+        geometry = upload(words, self.pool.data.device)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if layer in sliding:
+                return self.sliding(rows[layer], q, k, v, geometry)
+            return chunk.attend(rows[layer], q, k, v)
+
+        return attend
 
     def _close(self, frame: Frame) -> None:
         closed = frame.own[: frame.end // PAGE - frame.past]
@@ -160,8 +181,6 @@ class TritonCandidate:
         self.name = f"triton-sm{capability[0]}{capability[1]}"
 
     def build(self) -> TritonRunner:
-        if self.base.tails is not None:
-            raise EngineError("there are no kernels yet for layers that slide")
         return TritonRunner(self.base)
 
     def disagreement(self, built: TritonRunner) -> str:

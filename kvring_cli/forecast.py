@@ -40,7 +40,7 @@ def forecast(plan: Plan, config: EngineConfig, rates: Mapping[str, Bands], origi
     if not rates:
         return Forecast(None, origin)
     if plan.shape.sliding_layers and plan.place.device is not None:
-        return Forecast(None, "torch computes layers that slide on a card, and its rates there are not measured")
+        return Forecast(None, "layers that slide were never timed on a card")
     seen = capacity.pool_pages - capacity.window.free if capacity.ring else capacity.pool_pages
     measured = [kind.removeprefix("product/") for kind in rates if kind.startswith("product/")]
     work, note = work_of(plan.shape, plan.place, plan.weight_bits, config.weights, measured)

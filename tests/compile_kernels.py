@@ -35,6 +35,7 @@ SHAPES = {  # family, layers, hidden, ffn, heads, KV heads, head dim, vocabulary
     "80": (Sizes("llama", 1, 320, 512, 4, 4, 80, 320, 1e4, 1 << 20), torch.float16),
     "64": (Sizes("qwen2", 1, 256, 512, 14, 2, 64, 320, 1e4, 1 << 20, bias=True), torch.bfloat16),
     "256": (Sizes("qwen3", 1, 256, 512, 4, 1, 256, 320, 1e4, 1 << 20), torch.float32),
+    "gemma": (Sizes("gemma3", 6, 256, 512, 4, 1, 256, 320, 1e4, 1 << 20, window=512), torch.bfloat16),
 }
 TYPES_AT_LEAST = ("Q4_K", "Q8_0")
 compiled: Counter[str] = Counter()
@@ -136,6 +137,8 @@ def main(arguments: list[str]) -> None:
         triton.runtime.driver.set_active(Card(capability))
         for name in asked.shapes or ["128"]:
             drive(*SHAPES[name])
+        if not asked.shapes:
+            drive(*SHAPES["gemma"], ways=WAYS[:1])
         for settings in FORMS if asked.shapes else FORMS[:1]:
             drive(*SHAPES["128"], ways=WAYS[1:2], **settings)
         multiply(TYPES if asked.shapes else TYPES_AT_LEAST)

@@ -20,10 +20,7 @@ CASES = [("int8", 64), ("k8v4", 64), ("k8v4", 80), ("int4", 96), ("fp8", 64), ("
 
 def geometry(**values: int) -> torch.Tensor:
     """int32 [GEOMETRY]: what a step says of itself, by the names in `engine.ops.geometry`."""
-    vector = torch.zeros(g.GEOMETRY, dtype=torch.int32)
-    for name, value in values.items():
-        vector[getattr(g, name)] = value
-    return vector.to(DEVICE)
+    return torch.from_numpy(g.vector({getattr(g, name): value for name, value in values.items()})).to(DEVICE)
 
 
 def ints(values) -> torch.Tensor:

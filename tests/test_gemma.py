@@ -215,13 +215,3 @@ def test_compact_positions_are_absolute_ones_while_all_fits(make_gemma):
     engine = make_gemma(positions="compact", max_context=8192)
     result = answered(engine, random_tokens(4500, 290), prefill="recall", decode="recall")
     assert result.usage.prompt > engine.model.config.trained_context and result.recall.over_pool
-
-
-def test_where_kernels_would_serve_it_says_that_torch_does(gemma):
-    pytest.importorskip("triton", reason="triton has no wheel here")
-    from engine.triton_runner import TritonCandidate
-
-    backends = (lambda runner: TritonCandidate(runner, (9, 0)),)
-    engine = Engine(EngineConfig(model="", max_context=512), gemma, backends=backends)
-    assert engine.backend.name == "torch-cpu" and "layers that slide" in engine.degraded
-    engine.close()

@@ -11,10 +11,12 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.config import PAGE, EngineConfig
+from engine.ops import geometry as g
 
 SNAPSHOTS = 16
 """So many are kept, the least recently used go first: eight along a long prompt, and some conversations' ends."""
@@ -87,6 +89,12 @@ class Tail:
         keys[:, begin:end], values[:, begin:end] = k.transpose(0, 1), v.transpose(0, 1)
         low = max(0, begin - self.shape.window + 1)
         return keys[:, low:end], values[:, low:end]
+
+    def words(self, first: int) -> dict[int, int]:
+        """What kernels are told, by its place in `ops.geometry`, of a step that begins with token `first`."""
+        address = np.array([self.data.data_ptr()], dtype=np.int64).view(np.int32)
+        words = {g.TAIL_ROOM: self.data.shape[3], g.TAIL_AT: first - self.start, g.POSITION: first}
+        return words | dict(enumerate(address.tolist(), g.TAIL))
 
     def part(self, position: int) -> Tensor:
         """What a sequence that ends at `position`, a page's end, goes on from. A view."""

@@ -67,6 +67,11 @@ class ModelConfig:
         sliding = frozenset(self.sliding)
         return tuple(layer for layer in range(self.layers) if layer not in sliding)
 
+    @cached_property
+    def row(self) -> dict[int, int]:
+        """Where a layer lies among those of its kind: in pool and host store, or in a tail."""
+        return {layer: row for kind in (self.paged, self.sliding) for row, layer in enumerate(kind)}
+
     @property
     def sliding_layers(self) -> int:
         """How many layers slide."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.model.config import ModelConfig
 from engine.ops.linear import Matrix, embedding, gated, linear
-from engine.ops.norm import TORCH, Passes, geglu, rms_norm
+from engine.ops.norm import TORCH, Passes
 from engine.ops.packed import Packed
 from engine.ops.rope import Rotary
 
@@ -90,11 +90,11 @@ class Transformer:
             attended = attend(index, q, k, v).reshape(tokens.shape[0], -1)  # [T, heads * head_dim]
             delta = linear(attended, layer.o, layer.o_bias)
             if layer.attention_out_norm is not None:
-                delta = rms_norm(delta, layer.attention_out_norm, eps)
+                delta = passes.add_rms_norm(delta, None, layer.attention_out_norm, eps)[1]
             hidden, x = passes.add_rms_norm(hidden, delta, layer.mlp_norm, eps)
             delta = linear(self._gated(layer, x, passes), layer.down, layer.down_bias)
             if layer.mlp_out_norm is not None:
-                delta = rms_norm(delta, layer.mlp_out_norm, eps)
+                delta = passes.add_rms_norm(delta, None, layer.mlp_out_norm, eps)[1]
         return passes.add_rms_norm(hidden, delta, self.weights.norm, eps)[1]
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ class Transformer:
     def _gated(self, layer: LayerWeights, x: Tensor, passes: Passes) -> Tensor:
         """x [T, hidden] -> act(gate) * up, [T, ffn]."""
         if self.config.gelu:
-            return geglu(linear(x, layer.gate_up, layer.gate_up_bias))
+            return passes.geglu(linear(x, layer.gate_up, layer.gate_up_bias))
         return gated(x, layer.gate_up, layer.gate_up_bias, passes.swiglu)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,7 +23,18 @@ PAST, FIRST, OWN, WINDOW, LEFT, DEPTH, FARTHEST, TICK, STEADY, TOKENS = range(10
 scores may choose; ranks that count in a KV head; the largest distance scored with; the clock of last use; whether the
 windows of the step before are this step's, should scores choose the same pages; tokens of the step: further rows count
 for nothing"""
-GEOMETRY = 10
+TAIL, TAIL_ROOM, TAIL_AT, POSITION = 10, 12, 13, 14
+"""For layers that slide: the address of the sequence's tail, two words; tokens that it has room for; tokens in it
+before the step's; the first one's true position"""
+GEOMETRY = 15
+
+
+def vector(words: dict[int, int]) -> np.ndarray:
+    """int32 [GEOMETRY] of what is told, by place; zeros beside it."""
+    told = np.zeros(GEOMETRY, dtype=np.int32)
+    told[list(words)] = list(words.values())
+    return told
+
 
 FETCHED, STREAMED = range(2)
 """Layer pages brought into the pool, and read in place, since the start."""

@@ -50,6 +50,7 @@ class Passes:
 
     add_rms_norm: Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]] = add_rms_norm
     swiglu: Callable[[Tensor], Tensor] = swiglu
+    geglu: Callable[[Tensor], Tensor] = geglu
     head_norm: Callable[[Tensor, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = head_norm
 
 

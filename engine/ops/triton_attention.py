@@ -59,6 +59,17 @@ def turn(first, second, cos, sin, distance, half, DIM: tl.constexpr):
 
 
 @triton.jit
+def soften(scores, best, weight):
+    """Shares of a tile of base-2 scores [M, N] in a running softmax, what becomes of those before, and its state: the
+    highest score and the sum of shares of each row."""
+    top = tl.maximum(best, tl.max(scores, 1))
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    p = tl.exp2(scores - safe[:, None])
+    fade = tl.exp2(best - safe)
+    return p, fade, top, weight * fade + tl.sum(p, 1)
+
+
+@triton.jit
 def _attend(
     q,  # [tokens, HEADS, DIM], rotated to its offset from the first own page; as many count as the geometry says
     pool,  # [slot, page] of one layer, pages as the layout says
@@ -154,16 +165,11 @@ def _attend(
         # An own key is seen by the rows from its own on; the places of past keys are negative, so all rows see them.
         place = (i - seen) * PAGE + key
         scores = tl.where(place[None, :] <= first + (row // GROUP)[:, None], scores, float("-inf"))
-        top = tl.maximum(best, tl.max(scores, 1))
-        safe = tl.where(top == float("-inf"), 0.0, top)
-        p = tl.exp2(scores - safe[:, None])
-        fade = tl.exp2(best - safe)
-        weight = weight * fade + tl.sum(p, 1)
+        p, fade, best, weight = soften(scores, best, weight)
         v = load_values(base, kv_head * PAGE, key, wide, place < first + count, DIM, WIDE, V, VALUES, VALUE_SCALES)
         if V != "plain":
             v = v.to(TYPE)
         out = dot(p.to(v.dtype), v, out * fade[:, None])
-        best = top
     lse = tl.where(weight > 0, best + tl.log2(weight), float("-inf"))
     out = out / tl.where(weight > 0, weight, 1.0)[:, None]
     # Splits of one row lie together, so that the merge reads a run.
@@ -198,6 +204,23 @@ def _merge(
     tl.store(out + row * DIM + wide, merged.to(out.dtype.element_ty), mask=wide < DIM)
 
 
+def merge(partial: Tensor, lse: Tensor, out: Tensor) -> None:
+    """Partial results float32 [splits, T, heads, dim] by base-2 lse [splits, T, heads], into out [T, heads, dim]."""
+    tokens, heads, dim = out.shape
+    _merge[(tokens * heads,)](
+        partial,
+        lse,
+        out,
+        tokens * heads,
+        len(lse),
+        DIM=dim,
+        WIDE=triton.next_power_of_2(dim),
+        SPLITS=max(2, triton.next_power_of_2(len(lse))),
+        num_warps=4,
+        **follow(out),
+    )
+
+
 class PagedAttention:
     """Buffers and launch of the two kernels, for at most `tokens` query rows a step."""
 
@@ -222,20 +245,10 @@ class PagedAttention:
         """
         self.attend(q, *seen, dtype=dtype, when="once" if redo is None else "late", doubt=redo)
         tokens = q.shape[0]
-        splits = self._splits(tokens)
         out = torch.empty(tokens, self.heads, self.dim, dtype=dtype, device=q.device)
-        _merge[(tokens * self.heads,)](
-            self._partial,
-            self._lse,
-            out,
-            tokens * self.heads,
-            splits,
-            DIM=self.dim,
-            WIDE=triton.next_power_of_2(self.dim),
-            SPLITS=max(2, triton.next_power_of_2(splits)),
-            num_warps=4,
-            **follow(q),
-        )
+        rows = self._splits(tokens) * tokens * self.heads
+        shape = (-1, tokens, self.heads)
+        merge(self._partial[: rows * self.dim].view(*shape, self.dim), self._lse[:rows].view(shape), out)
         return out
 
     def attend(

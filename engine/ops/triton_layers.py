@@ -57,20 +57,40 @@ def silu_times(gate, up, dtype: tl.constexpr):
 
 
 @triton.jit
-def _swiglu(gate_up, out, width, BLOCK: tl.constexpr, FOLLOW: tl.constexpr):
+def gelu_times(gate, up, dtype: tl.constexpr):
+    """The same of gelu(gate), its tanh form: (1 + tanh(x)) / 2 is sigmoid(2 x)."""
+    inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)
+    return ((gate * tl.sigmoid(inner)).to(dtype).to(tl.float32) * up).to(dtype)
+
+
+@triton.jit
+def _gated(gate_up, out, width, GELU: tl.constexpr, BLOCK: tl.constexpr, FOLLOW: tl.constexpr):
     await_results(FOLLOW)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(gate_up + row * 2 * width + at, mask=at < width, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * width + width + at, mask=at < width, other=0.0).to(tl.float32)
-    tl.store(out + row * width + at, silu_times(gate, up, out.dtype.element_ty), mask=at < width)
+    if GELU:
+        product = gelu_times(gate, up, out.dtype.element_ty)
+    else:
+        product = silu_times(gate, up, out.dtype.element_ty)
+    tl.store(out + row * width + at, product, mask=at < width)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """[T, 2 * n] -> silu(first half) * second half, [T, n]."""
+    return _activated(gate_up, False)
+
+
+def geglu(gate_up: Tensor) -> Tensor:
+    """[T, 2 * n] -> gelu(first half, its tanh form) * second half, [T, n]."""
+    return _activated(gate_up, True)
+
+
+def _activated(gate_up: Tensor, gelu: bool) -> Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
-    _swiglu[(rows, triton.cdiv(width, 1024))](gate_up, out, width, BLOCK=1024, num_warps=4, **follow(gate_up))
+    _gated[(rows, triton.cdiv(width, 1024))](gate_up, out, width, GELU=gelu, BLOCK=1024, num_warps=4, **follow(gate_up))
     return out
 
 
@@ -132,7 +152,7 @@ def head_norm(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: flo
     return q, k
 
 
-TRITON = Passes(add_rms_norm, swiglu, head_norm)
+TRITON = Passes(add_rms_norm, swiglu, geglu, head_norm)
 
 
 @triton.jit

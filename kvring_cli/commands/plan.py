@@ -81,8 +81,6 @@ def plan(
         for line in _lines(made, config):
             console.write(line + "\n")
         console.write(f"engine    {engine.engine}: {engine.reason}\n")
-        if made.shape.sliding_layers and (engine.engine or "").startswith("triton"):
-            console.write("          but torch computes this model: there are no kernels yet for layers that slide\n")
         _predicted(forecast, measured)
     if made.capacity is None:
         raise ConfigError(made.refusal, made.fix)
