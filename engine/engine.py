@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from engine.audit import audit
 from engine.backend import FACTORIES, Factory, Say
 from engine.config import WEIGHT_TYPES, EngineConfig, RecallParams, SamplingParams
 from engine.device import (
+    free_memory,
     limit_memory,
     loading,
     resolve_device,
@@ -26,7 +26,8 @@ from engine.device import (
     use_device,
 )
 from engine.errors import EngineError, RequestError
-from engine.kv.budget import check_context
+from engine.kv.budget import check_context, check_weights
+from engine.model.config import ModelConfig
 from engine.model.load import LoadedModel, load_model
 from engine.platform import Platform, this_platform
 from engine.prepare import Prepared
@@ -82,8 +83,12 @@ class Engine(Ring):
                 began, dtype = time.perf_counter(), resolve_dtype(config.dtype, device, config.model)
                 if config.weights in WEIGHT_TYPES and Path(config.model).is_dir():
                     say(f"weights are quantised to {config.weights} while they are read: minutes, for billions of them")
-                check = partial(check_context, config)
-                model = load_model(config.model, device, dtype, config.weights, lambda it: check(it.trained_context))
+
+                def check(found: ModelConfig, size: int) -> None:
+                    check_context(config, found.trained_context)
+                    check_weights(config, free_memory(device, platform, 0), size)
+
+                model = load_model(config.model, device, dtype, config.weights, check)
                 size = format_bytes(model.transformer.weight_bytes)
                 say(f"weights {size} of {model.name} read in {time.perf_counter() - began:.1f} s")
             return cls(config, model, platform, backends=backends, say=say)

@@ -12,10 +12,13 @@ from typing import Any
 import torch
 
 from engine.config import PAGE, EngineConfig
-from engine.device import limit_memory, loading, resolve_device, resolve_dtype, set_threads
+from engine.device import free_memory, limit_memory, loading, resolve_device, resolve_dtype, set_threads
 from engine.engine import Engine
 from engine.errors import ConfigError
+from engine.kv.budget import check_weights
+from engine.model.config import ModelConfig
 from engine.model.load import LoadedModel, load_model
+from engine.platform import this_platform
 from engine.switches import SETTINGS
 from gates.bare import is_bare, to_go_on_from, with_template
 from gates.filler import Filler, read_filler
@@ -148,6 +151,11 @@ def load_context(config: EngineConfig, options: GateOptions, say: Say) -> Contex
     device = resolve_device(config.device)
     set_threads(config.threads)
     limit_memory(device, config.device_limit_bytes)
+    dtype = resolve_dtype(config.dtype, device, config.model)
+
+    def check(_: ModelConfig, size: int) -> None:
+        check_weights(config, free_memory(device, this_platform(), 0), size)
+
     with loading(config.model):
-        model = load_model(config.model, device, resolve_dtype(config.dtype, device, config.model), config.weights)
+        model = load_model(config.model, device, dtype, config.weights, check)
     return Context(config, with_template(model), options, say)

@@ -12,7 +12,7 @@ import torch
 from engine.config import PAGE, EngineConfig
 from engine.device import DEVICE_SHARE, resolve_dtype
 from engine.errors import ConfigError, KVRingError
-from engine.kv.budget import RAM_HEADROOM, Capacity, Memory, activation_bytes
+from engine.kv.budget import RAM_HEADROOM, Capacity, Memory, activation_bytes, check_weights
 from engine.kv.choose import choose_kv
 from engine.kv.dtype import KV, named
 from engine.kv.longest import longest, plan_within
@@ -158,11 +158,7 @@ def make_plan(shape: Shape, place: Place, config: EngineConfig, *, weight_bits: 
         device = "cpu" if place.device is None else "cuda"
         memory = place.memory
         if place.device is None:  # weights lie in the same memory, and are loaded before the tiers are sized
-            if weights >= memory.ram:
-                raise ConfigError(
-                    f"weights {format_bytes(weights)} exceed the {format_bytes(memory.ram)} of RAM that is free",
-                    "free memory, or a smaller model, or one in fewer bits",
-                )
+            check_weights(settings, memory, weights)
             memory = replace(memory, ram=memory.ram - weights)
         plan = partial(
             plan_within,

@@ -55,8 +55,8 @@ class Shape(Weighed):
             return plain if self.weight_bits == 16 else min(plain, self.weight_bits)  # published in 16 bits: dense
         from engine.model.load import quantised
 
-        source = quantised(self.source, weights).source
-        size = held_bytes(source, source.shapes, packed_types(weights, device, dtype), device, dtype)
+        opened = quantised(self.source, weights)
+        size = held_bytes(opened.source, opened.loaded, packed_types(weights, device, dtype), device, dtype)
         return 8 * size / self.parameters
 
     def held_types(self, dtype: torch.dtype, weights: str, bits: float) -> tuple[dict[str, float], tuple[str, float]]:

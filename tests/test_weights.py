@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import ConfigError
+from engine.kv.budget import Memory
 from engine.model.load import load_model
 from engine.weights.source import digest_of
 from tests.models import refusal, tiny_folder, tiny_model
@@ -252,7 +253,34 @@ def test_settings_of_the_wrong_kind_are_a_model_error(folder: Path, change: dict
     assert refusal(folder).fix
 
 
-def test_a_context_beyond_the_model_is_refused_before_a_weight_is_read(folder: Path, monkeypatch) -> None:
-    monkeypatch.setattr("engine.model.load.assemble", lambda *_: pytest.fail("the weights were read"))
-    with pytest.raises(ConfigError, match="beyond the"):
-        Engine.load(EngineConfig(model=str(folder), max_context=1 << 20))
+@pytest.mark.parametrize("name", ["", "random:tiny"])
+@pytest.mark.parametrize(
+    ("settings", "free", "words"),
+    [({"max_context": 1 << 21}, 1 << 33, "beyond the"), ({}, 1 << 10, r"weights .* exceed the 1 KiB of RAM that is")],
+)
+def test_what_can_not_be_served_is_refused_before_a_weight_is_read(
+    name: str, settings: dict, free: int, words: str, folder: Path, monkeypatch
+) -> None:
+    """Weights beyond the RAM ended the process without a word."""
+    for reading in ("assemble", "random_model"):
+        monkeypatch.setattr(f"engine.model.load.{reading}", lambda *_: pytest.fail("the weights were read"))
+    monkeypatch.setattr("engine.engine.free_memory", lambda *_: Memory(free))
+    with pytest.raises(ConfigError, match=words):
+        Engine.load(EngineConfig(model=name or str(folder), **settings))
+
+
+@pytest.mark.parametrize("weights", ["auto", "q8_0", "q4_0"])
+def test_weights_take_what_is_counted_before_they_are_read(weights: str, folder: Path) -> None:
+    for path in ("random:tiny", folder):
+        found: list[int] = []
+        loaded = load_model(path, "cpu", torch.float32, weights, lambda _, size, found=found: found.append(size))
+        assert found == [pytest.approx(loaded.transformer.weight_bytes, rel=0.03)]
+
+
+@pytest.mark.parametrize("weights", ["q4_k", "tq2_0"])
+def test_a_type_that_no_matrix_can_take_is_refused(weights: str, folder: Path) -> None:
+    """Rows of 64 and 96 are no blocks of 256: everything stayed as it was, under a note."""
+    with pytest.raises(ConfigError, match="would change nothing") as refused:
+        load_model(folder, weights=weights)
+    assert "--weights q4_1" in refused.value.fix
+    load_model(folder, weights="q4_1")

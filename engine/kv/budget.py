@@ -271,6 +271,19 @@ def check_context(config: EngineConfig, trained: int) -> None:
         )
 
 
+def check_weights(config: EngineConfig, memory: Memory, weight_bytes: int) -> None:
+    """Refuse weights that memory can't hold before they are read: Linux promises more RAM than there is, and ends the
+    process that takes it without a word. `memory`: as it is without them. TooLittleMemory."""
+    limit = _device_limit(config, memory)
+    if weight_bytes <= (memory.ram if limit is None else limit):
+        return
+    where = f"{format_bytes(memory.ram)} of RAM that is free" if limit is None else f"device's {format_bytes(limit)}"
+    raise TooLittleMemory(
+        f"weights {format_bytes(weight_bytes)} exceed the {where}",
+        "--weights q4_k for a folder of plain ones, a GGUF file in fewer bits, or a smaller model",
+    )
+
+
 def _context(config: EngineConfig, largest: int, trained: int, notes: list[str]) -> int:
     check_context(config, trained)
     if config.max_context is not None:

@@ -14,8 +14,8 @@ from engine.model.assemble import Layout, assemble
 from engine.model.config import ModelConfig
 from engine.model.gguf_config import from_gguf
 from engine.model.hf_config import from_hf
-from engine.model.packing import Packing, explain, packed_types
-from engine.model.random import PREFIX, random_model, random_path
+from engine.model.packing import Packing, explain, held_bits, held_bytes, packed_types
+from engine.model.random import PREFIX, random_config, random_model, random_path, shape_of
 from engine.model.transformer import Transformer
 from engine.ops.packed import TORCH
 from engine.ops.packed_kernels import kernels_for
@@ -24,6 +24,7 @@ from engine.text.chat import ChatTemplate
 from engine.text.gguf_text import text_of_gguf
 from engine.text.hf_text import read_json, text_of_folder
 from engine.text.tokenizer import Tokenizer
+from engine.units import format_bytes
 from engine.weights import names
 from engine.weights.gguf import MAGIC, GGUFFile
 from engine.weights.names import MATRICES, layer_names
@@ -59,6 +60,11 @@ class OpenedModel:
     container: str  # safetensors | gguf
     quantised_to: str = ""  # while it is loaded
 
+    @property
+    def loaded(self) -> list[str]:
+        """Names of the tensors that are loaded."""
+        return [name for name in self.source.shapes if not name.startswith(self.layout.ignored)]
+
     def digest(self) -> str:
         """Identifies weights and config; see `digest_of`."""
         return digest_of(self.source.files, f"{self.config!r}{self.quantised_to}".encode())
@@ -69,30 +75,31 @@ def load_model(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     weights: str = "auto",
-    check: Callable[[ModelConfig], None] = lambda config: None,
+    check: Callable[[ModelConfig, int], None] = lambda config, size: None,
 ) -> LoadedModel:
-    """`weights`: as `EngineConfig.weights`. `check` may refuse the model before its weights are read.
+    """`weights`: as `EngineConfig.weights`. `check` may refuse the model before its weights are read, by its config
+    and the bytes that they will take.
 
     Raises ModelError, naming the file or tensor, for anything missing, damaged or not supported; ConfigError for a
     quantisation that can't be done.
     """
     device = torch.device(device)
     if str(path).startswith(PREFIX):
-        return _random(str(path), device, dtype, TYPES.get(weights.upper()))
+        return _random(str(path), device, dtype, TYPES.get(weights.upper()), check)
     path = Path(path)
     opened = quantised(open_model(path), weights)
-    check(opened.config)
-    source = opened.source
-    types = packed_types(weights, device.type, dtype)
+    source, types = opened.source, packed_types(weights, device.type, dtype)
+    check(opened.config, held_bytes(source, opened.loaded, types, device.type, dtype))
     kernels, troubles = kernels_for(device, dtype, types.intersection(map(source.kind_of, source.shapes)))
     packing = Packing(device, dtype, kernels)
-    grown = explain(source, source.shapes, packing)
+    grown = explain(source, opened.loaded, packing)
     transformer = Transformer(opened.config, assemble(opened.config, source, opened.layout, packing))
     this_platform().trim()  # packing leaves 230 MiB of freed memory behind (SmolLM2 on a CPU)
     kept = getattr(source, "kept", ())
     if kept:
+        size = sum(source.bytes_of(name) for name in kept)
         troubles.append(
-            f"{len(kept)} matrices stay as they are, because their rows are no whole blocks of "
+            f"{len(kept)} matrices of {format_bytes(size)} stay as they are, because their rows are no whole blocks of "
             f"{opened.quantised_to}: {min(kept)}, for one"
         )
     return LoadedModel(
@@ -107,7 +114,16 @@ def load_model(
     )
 
 
-def _random(name: str, device: torch.device, dtype: torch.dtype, kind: QuantType | None) -> LoadedModel:
+def _random(
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    kind: QuantType | None,
+    check: Callable[[ModelConfig, int], None],
+) -> LoadedModel:
+    shape, bits = shape_of(name), held_bits(kind, device.type, dtype) if kind else 8 * dtype.itemsize
+    numbers = shape.layers * shape.layer_weights + shape.head_weights * (1 if shape.tied else 2)
+    check(random_config(name), int(numbers * bits / 8))
     kernels, troubles = kernels_for(device, dtype, [kind.name] if kind else [])
     transformer, tokenizer, config = random_model(name, device, dtype, kind, kernels[kind.name] if kind else TORCH)
     return LoadedModel(transformer, tokenizer, None, config, "random", name, random_path(name), tuple(troubles))
@@ -129,6 +145,11 @@ def quantised(opened: OpenedModel, weights: str) -> OpenedModel:
     tops, rest = TYPES["Q8_0"] if kind.ternary else kind, opened.source
     present = set(rest.shapes)
     source = QuantisedSource(QuantisedSource(rest, tops, top & present), kind, matrices & present)
+    if all(source.kind_of(name) != kind.name for name in matrices & present):
+        raise ConfigError(
+            f"--weights {weights} would change nothing: no matrix here has rows of whole blocks of {kind.block}",
+            "--weights q4_1, whose blocks are of 32" if kind.block > 32 else "leave --weights out",
+        )
     return replace(opened, source=source, quantised_to=kind.name)
 
 

@@ -28,7 +28,7 @@ class Weighed:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class Sizes(Weighed):
     """As in `model.config.ModelConfig`; `theta`: rotary base; `bias`: on q, k and v;
     `window`: tokens that all but every sixth layer see, 0 = all see everything."""
 

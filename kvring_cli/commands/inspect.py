@@ -15,6 +15,7 @@ from kvring_cli.options import AsJson, Model
 if TYPE_CHECKING:
     from engine.model.assemble import Layout
     from engine.model.config import ModelConfig
+    from engine.model.load import OpenedModel
     from engine.weights.source import WeightSource
 
 _COMPONENTS = {
@@ -67,7 +68,7 @@ def describe(path: Path) -> dict[str, Any]:
         **({"sliding_layers": config.sliding_layers, "sliding_window": config.window} if config.sliding else {}),
         "parameters": _parameters(source, layout, config),
         "weight_bytes": sum(sizes.values()),
-        "loaded_bytes": _loaded(source),
+        "loaded_bytes": _loaded(opened),
         "component_bytes": _by_component(sizes, layout, config),
         "dtypes": dict(sorted(kinds.items())),
         "kv_bytes_per_token": config.kv_bytes_per_token,
@@ -79,7 +80,7 @@ def describe(path: Path) -> dict[str, Any]:
     }
 
 
-def _loaded(source: WeightSource) -> dict[str, int]:
+def _loaded(opened: OpenedModel) -> dict[str, int]:
     """Bytes of the weights where they are computed with, by place and dtype, as `--weights auto` loads them."""
     import torch
 
@@ -87,7 +88,8 @@ def _loaded(source: WeightSource) -> dict[str, int]:
 
     places = {"card": ("cuda", torch.bfloat16), "cpu": ("cpu", torch.bfloat16), "cpu float32": ("cpu", torch.float32)}
     return {
-        name: held_bytes(source, source.shapes, packed_types("auto", *place), *place) for name, place in places.items()
+        name: held_bytes(opened.source, opened.loaded, packed_types("auto", *place), *place)
+        for name, place in places.items()
     }
 
 
