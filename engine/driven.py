@@ -73,6 +73,7 @@ class DrivenSteps:
             sliding=sliding,
         )
         self._pages = pages
+        self._most = triton_select.most_ranks(pool.shape.kv_heads, pages)
         self._last: Frame | None = None
         self._recall: Recall | None = None
         self._laid: tuple | None = None
@@ -98,8 +99,7 @@ class DrivenSteps:
         settings = step.recall.settings
         if step.mode == "window":
             return len(step.tokens) == 1
-        most = triton_select.most_ranks(self.pool.shape.kv_heads, self._pages)
-        return settings.scorer in SCORERS and settings.control is None and settings.budget <= most
+        return settings.scorer in SCORERS and settings.control is None and settings.budget <= self._most
 
     def step(self, frame: Frame) -> Tensor | None:
         """Compute the frame's tokens; float32 logits of the rows that were asked for. Nothing is waited for."""
@@ -153,6 +153,8 @@ class DrivenSteps:
             return
         frame, self._last = self._last, None
         fetched, streamed = self.launches.state.counted()
+        if not fetched and not streamed:
+            return
         size = (fetched + streamed) * self.pool.shape.layer_page_bytes
         moved = TransferStats(layer_pages_fetched=fetched, layer_pages_streamed=streamed, bytes_fetched=size)
         for stats in (self.transfer.stats, frame.step.trace.moved):
@@ -217,6 +219,8 @@ class DrivenSteps:
         """The window, the own pages and what may not move must fit; where copies to the host are in the way, wait."""
         seen = 0 if everything and not frame.identity else layout.window
         need, pinned = seen + len(frame.own), self.pool.pinned
+        if need + np.count_nonzero(pinned) <= self.pool.slots:
+            return
         certain = frame.ids if frame.identity else np.concatenate([frame.own, frame.ids[layout.fixed]])
         for wait in (True, False):
             others = int(pinned.sum()) - int(pinned[certain].sum())

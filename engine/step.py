@@ -118,5 +118,6 @@ class Frame:
         sequence = self.step.sequence
         sequence.pages.extend(self.fresh)
         sequence.tokens.extend(self.step.tokens)
-        sequence.tags.extend([self.tag] * (sequence.closed - len(sequence.tags)))
+        if sequence.closed > len(sequence.tags):
+            sequence.tags.extend([self.tag] * (sequence.closed - len(sequence.tags)))
         self.step.trace.steps += 1

@@ -29,8 +29,9 @@ class TransferStats:
 
     def add(self, now: TransferStats, before: TransferStats) -> None:
         """What was counted between two states of other stats."""
-        for name, value in vars(now).items():
-            setattr(self, name, getattr(self, name) + value - getattr(before, name))
+        if now != before:
+            for name, value in vars(now).items():
+                setattr(self, name, getattr(self, name) + value - getattr(before, name))
 
 
 @dataclass

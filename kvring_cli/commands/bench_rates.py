@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from engine.config import EngineConfig
     from gates.rates import Bench, Row
 
-PARTS = ("prefill", "window", "recall", "exact", "dense", "second")
+PARTS = ("prefill", "window", "recall", "drawn", "exact", "dense", "second")
 COLUMNS = ("what", "context", "tok/s", "ms", "of the floor", "GB/s or TFLOP/s", "fetched a step", "beside weights")
 DECIDED = {"max_context": "--contexts 8K,32K", "prefill": "--fill", "decode": "--parts recall,exact,dense"}
 FILLS = ("exact", "window")
