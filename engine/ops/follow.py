@@ -2,7 +2,9 @@
 
 A step is hundreds of kernels of a few microseconds, and each waits about one for its launch; where the card can
 (compute capability 9.0 and newer), it waits for results only. A kernel that takes part calls `await_results` before it
-touches anything that a kernel before it writes or reads, and so follows all of them.
+writes anything, or reads what the kernel before it wrote, and so follows all of them. What others left before that one
+(the geometry, which a copy brings; weights; the tables of the step before) it may read while it waits: the kernel
+before began only when those were done.
 """
 
 from __future__ import annotations

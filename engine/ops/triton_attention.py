@@ -108,6 +108,11 @@ def _attend(
     VALUE_SCALES: tl.constexpr,
     SIZE: tl.constexpr,
 ):
+    split, kv_head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    count = tl.load(geometry + TOKENS)
+    past, first, own = tl.load(geometry + PAST), tl.load(geometry + FIRST), tl.load(geometry + OWN)
+    seen = past if ALL else tl.load(geometry + WINDOW)
     await_results(FOLLOW)
     if WHEN != "once":
         idle = tl.load(doubt) == 0
@@ -115,13 +120,8 @@ def _attend(
             idle = (tl.load(geometry + STEADY) == 0) | (tl.load(doubt) != 0)
         if idle:
             return
-    split, kv_head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    GROUP: tl.constexpr = HEADS // KV_HEADS
-    count = tl.load(geometry + TOKENS)
     if block * ROWS >= count * GROUP:
         return
-    past, first, own = tl.load(geometry + PAST), tl.load(geometry + FIRST), tl.load(geometry + OWN)
-    seen = past if ALL else tl.load(geometry + WINDOW)
     total = seen + own
     share = tl.cdiv(total, tl.num_programs(0))
     begin = split * share

@@ -15,12 +15,12 @@ from engine.ops.norm import Passes
 def _add_norm(
     hidden, delta, weight, total, normed, width, eps, ADD: tl.constexpr, BLOCK: tl.constexpr, FOLLOW: tl.constexpr
 ):
-    await_results(FOLLOW)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < width
-    x = tl.load(hidden + row * width + at, mask=inside, other=0.0)
     w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    await_results(FOLLOW)
+    x = tl.load(hidden + row * width + at, mask=inside, other=0.0)
     if ADD:
         x = (x.to(tl.float32) + tl.load(delta + row * width + at, mask=inside, other=0.0).to(tl.float32)).to(x.dtype)
         tl.store(total + row * width + at, x, mask=inside)
@@ -110,7 +110,6 @@ def _head_norm(
     BLOCK: tl.constexpr,
     FOLLOW: tl.constexpr,
 ):
-    await_results(FOLLOW)
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at, head = tl.arange(0, WIDE), tl.arange(0, BLOCK)
     Q_BLOCKS: tl.constexpr = (HEADS + BLOCK - 1) // BLOCK
@@ -123,6 +122,7 @@ def _head_norm(
     inside = exists[:, None] & (at < DIM)[None, :]
     where = base + head[:, None] * DIM + at[None, :]
     w = tl.load(weight + at, mask=at < DIM, other=0.0).to(tl.float32)[None, :]
+    await_results(FOLLOW)
     x = tl.load(where, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)
     tl.store(where, (x * scale[:, None] * w).to(q.dtype.element_ty), mask=inside)

@@ -45,7 +45,6 @@ def _append(
     VALUE_SCALES: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    await_results(FOLLOW)
     token, head = tl.program_id(0), tl.program_id(1)
     half = tl.arange(0, HALF)
     inside = half < DIM // 2
@@ -60,6 +59,7 @@ def _append(
         offset = row % PAGE
     c = tl.load(cos + offset * (DIM // 2) + half, mask=inside, other=0.0)
     s = tl.load(sin + offset * (DIM // 2) + half, mask=inside, other=0.0)
+    await_results(FOLLOW)
     first = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(source + DIM // 2 + half, mask=inside, other=0.0).to(tl.float32)
     low, high = first * c - second * s, second * c + first * s

@@ -103,13 +103,13 @@ def _page_lse(
     MOST: tl.constexpr,
     FOLLOW: tl.constexpr,
 ):
-    await_results(FOLLOW)
     split, far, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
-    past, farthest = tl.load(geometry + PAST), tl.load(geometry + FARTHEST)
+    past, farthest, kv_head = tl.load(geometry + PAST), tl.load(geometry + FARTHEST), tl.load(heads + far)
     row, half, key = tl.program_id(2) * ROWS + tl.arange(0, ROWS), tl.arange(0, HALF), tl.arange(0, PAGE)
     rows = scored_rows(geometry, MOST, GROUP)
     q += (tl.load(geometry + TOKENS) * GROUP - rows) * (HEADS // GROUP) * DIM
-    low, high = load_turned_rows(q, row, rows, tl.load(heads + far), half, HEADS, GROUP, DIM)
+    await_results(FOLLOW)
+    low, high = load_turned_rows(q, row, rows, kv_head, half, HEADS, GROUP, DIM)
     size = tl.maximum(tl.sqrt(tl.max(low * low + high * high, 1)), 1e-20) / 127.0  # no rotation makes a channel larger
     low, high = low / size[:, None], high / size[:, None]
     factor = size * (scale * LOG2E / NIBBLE)
@@ -145,13 +145,13 @@ def _page_lse_of_many(
     PADDED: tl.constexpr, ROWS: tl.constexpr, MOST: tl.constexpr, FOLLOW: tl.constexpr,
 ):  # fmt: skip
     """As `_page_lse`."""
-    await_results(FOLLOW)
     split, far, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
-    past, farthest = tl.load(geometry + PAST), tl.load(geometry + FARTHEST)
+    past, farthest, kv_head = tl.load(geometry + PAST), tl.load(geometry + FARTHEST), tl.load(heads + far)
     row, half, key = tl.program_id(2) * ROWS + tl.arange(0, ROWS), tl.arange(0, HALF), tl.arange(0, PAGE)
     rows = scored_rows(geometry, MOST, GROUP)
     q += (tl.load(geometry + TOKENS) * GROUP - rows) * (HEADS // GROUP) * DIM
-    low, high = load_turned_rows(q, row, rows, tl.load(heads + far), half, HEADS, GROUP, DIM)
+    await_results(FOLLOW)
+    low, high = load_turned_rows(q, row, rows, kv_head, half, HEADS, GROUP, DIM)
     size = tl.maximum(tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 1), 1e-20)
     low, high = (low / size[:, None]).to(tl.float16), (high / size[:, None]).to(tl.float16)
     factor = size * (scale * LOG2E)

@@ -65,12 +65,11 @@ def _key(
 
     The lowest bits hold the page, so that no two are equal and the earlier page comes first.
     """
-    await_results(FOLLOW)
     head = tl.program_id(1)
-    past = tl.load(geometry + PAST)
+    past, rows = tl.load(geometry + PAST), scored_rows(geometry, MOST, GROUP)
     page = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    await_results(FOLLOW)
     if tl.program_id(0) * BLOCK < past:
-        rows = scored_rows(geometry, MOST, GROUP)
         row, split = tl.arange(0, ROWS), tl.arange(0, SPLITS)
         part = (head * PADDED + row)[:, None] * splits + split[None, :]
         inside = (row < rows)[:, None] & (split < splits)[None, :]
@@ -113,9 +112,10 @@ def _rank(
     OTHERS: tl.constexpr,
     FOLLOW: tl.constexpr,
 ):
-    await_results(FOLLOW)
     head = tl.program_id(1)
-    past, depth, above = tl.load(geometry + PAST), tl.load(geometry + DEPTH), tl.load(listed + head)
+    past, depth = tl.load(geometry + PAST), tl.load(geometry + DEPTH)
+    await_results(FOLLOW)
+    above = tl.load(listed + head)
     enough = above >= depth
     count = tl.where(enough, above, past)
     begin = tl.program_id(0) * OWN_
@@ -171,9 +171,9 @@ def _pick(
     OTHERS: tl.constexpr,
     FOLLOW: tl.constexpr,
 ):
-    await_results(FOLLOW)
     past, left = tl.load(geometry + PAST), tl.load(geometry + LEFT)
     begin = tl.program_id(0) * OWN_
+    await_results(FOLLOW)
     if begin < past:
         own = begin + tl.arange(0, OWN_)
         mine, beside, kind = _turns(order, role, own, past, KV_HEADS, NEIGHBORS, PLACES)

@@ -82,18 +82,21 @@ def _bring(
     SLOTS: tl.constexpr,
     FOLLOW: tl.constexpr,
 ):
-    await_results(FOLLOW)
-    count, tick = tl.load(geometry + WINDOW), tl.load(geometry + TICK)
+    count, tick, left = tl.load(geometry + WINDOW), tl.load(geometry + TICK), tl.load(geometry + LEFT)
+    steady = tl.load(geometry + STEADY) != 0
     index = tl.arange(0, SLOTS)
     seen = index < count
     page = tl.load(window + index, mask=index < slots, other=0)  # beyond `count` too: not to wait for it
-    page = tl.where(seen, page, 0)
+    page = tl.where(seen & steady, page, 0)
+    identity = tl.load(ids + page, mask=seen, other=0)
+    slot = tl.load(slot_of + identity, mask=seen, other=0)
+    await_results(FOLLOW)
     other = tl.load(changed) != 0
-    anew = (tl.load(geometry + STEADY) == 0) | other
+    anew = other | (steady == 0)
     tl.store(redo, (anew | (tl.load(restless) != 0)).to(tl.int32))
     tl.store(restless, other.to(tl.int32))
     if anew:
-        given = count - tl.load(geometry + LEFT)
+        given = count - left
         page = tl.load(fixed + index, mask=index < given, other=0)
         page += tl.load(chosen + index - given, mask=seen & (index >= given), other=0)
         tl.store(window + index, page, mask=seen)
@@ -104,8 +107,8 @@ def _bring(
                 before += (tl.load(window + place) < page).to(tl.int32)
             tl.debug_barrier()
             tl.store(window + before, page, mask=seen)
-    identity = tl.load(ids + page, mask=seen, other=0)
-    slot = tl.load(slot_of + identity, mask=seen, other=0)
+        identity = tl.load(ids + page, mask=seen, other=0)
+        slot = tl.load(slot_of + identity, mask=seen, other=0)
     tl.store(last_used + slot, tick, mask=seen & (slot >= 0))
     absent = (seen & (slot < 0)).to(tl.int32)
     need = tl.sum(absent, 0)
