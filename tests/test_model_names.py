@@ -57,7 +57,7 @@ def test_a_full_disk_is_told_before_anything_is_fetched(monkeypatch: pytest.Monk
     monkeypatch.setattr(names, "models_folder", lambda: tmp_path)
     monkeypatch.setattr(names.subprocess, "run", lambda *_, **__: pytest.fail("it was fetched"))
     size = names.CATALOGUE["smollm2-135m"].size
-    for full, words in ((tmp_path, "187.62 MiB at"), (Path(tempfile.gettempdir()), "93.81 MiB at")):
+    for full, words in ((tmp_path, "187.61 MiB at"), (Path(tempfile.gettempdir()), "93.81 MiB at")):
         room = {full: size - 1}
         free = lambda place, room=room: SimpleNamespace(free=room.get(place, 2 * size))  # noqa: E731
         monkeypatch.setattr(names.shutil, "disk_usage", free)
