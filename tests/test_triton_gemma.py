@@ -16,6 +16,7 @@ from engine.config import EngineConfig, RecallParams
 from engine.engine import Engine
 from engine.kv.page import KVShape
 from engine.model.load import load_model
+from engine.triton_runner import TritonRunner
 from tests.interpreted import CUDA, Interpreted, Patient
 from tests.models import furthest, random_tokens, reference_logits, save_folder
 from tests.sliding import TOKENS, WINDOW, admitted, answered, oracle
@@ -29,7 +30,7 @@ class Streams(Patient):
 
 
 class Streaming(Interpreted):
-    runner_type = Streams
+    runner_type = TritonRunner if CUDA else Streams
 
 
 @pytest.fixture(scope="module")
