@@ -11,7 +11,8 @@ import numpy as np
 
 from engine.config import MODES, PAGE, SCORERS, EngineConfig, RecallParams, SamplingParams
 from engine.errors import ContextLengthError, RequestError
-from engine.kv.budget import Capacity, WindowBudget
+from engine.kv.budget import Capacity
+from engine.kv.share import WindowBudget
 from engine.limits import check_sampling
 from engine.model.load import LoadedModel
 from engine.recall.recall import RecallSettings

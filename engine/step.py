@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.config import PAGE
-from engine.kv.budget import WindowBudget
+from engine.kv.share import WindowBudget
 from engine.kv.transfer import TransferStats
 from engine.ops.rope import Rotary
 from engine.prefix import EXACT

@@ -15,8 +15,8 @@ from torch import Tensor
 from engine.config import PAGE, EngineConfig
 from engine.device import is_out_of_memory
 from engine.errors import OutOfMemoryError
-from engine.kv.budget import WindowBudget
 from engine.kv.page import page_count
+from engine.kv.share import WindowBudget
 from engine.prefix import PrefixIndex, shared_tokens
 from engine.result import Progress
 from engine.runner import Runner

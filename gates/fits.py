@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from engine.config import PAGE, RecallParams, SamplingParams
-from engine.kv.budget import WORKING
+from engine.kv.share import WORKING
 from gates.context import Context
 from gates.haystack import build
 from gates.plain import plain_logits, tolerance, window_mask

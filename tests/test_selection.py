@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from engine.config import PAGE
 from engine.errors import ConfigError
-from engine.kv.budget import share_window
 from engine.kv.page import page_count
+from engine.kv.share import share_window
 from engine.ops.attention import PartialAttention, attend_reference, flash
 from engine.ops.rope import RopeConfig, Rotary
 from engine.recall.digest import encode_keys, pack_codes, unpack_codes

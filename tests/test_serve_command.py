@@ -167,7 +167,7 @@ def test_strict_refuses_a_slower_path_that_was_taken(monkeypatch, capsys):
 
 @pytest.mark.parametrize("pool, asked, active", [(63, 4, 4), (40, 4, 4), (24, 4, 3), (9, 4, 1), (63, 20, 7)])
 def test_no_more_requests_are_active_than_the_pool_can_be_shared_among(pool, asked, active):
-    from engine.kv.budget import WindowBudget
+    from engine.kv.share import WindowBudget
 
     window = WindowBudget(pool, 2, pool // 3, pool - pool // 3 - 4, 2)
     assert most_active(window, True, asked) == active

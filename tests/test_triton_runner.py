@@ -18,7 +18,7 @@ from engine import driven, launches
 from engine.config import EngineConfig, RecallParams, SamplingParams
 from engine.driven import DrivenSteps
 from engine.engine import Engine
-from engine.kv.budget import WindowBudget
+from engine.kv.share import WindowBudget
 from engine.launches import Kind
 from engine.layout import lay_out
 from engine.ops import geometry as g

@@ -1,4 +1,4 @@
-"""How many pages each tier holds and how a window is shared out. Pure arithmetic; refuses with the numbers.
+"""How many pages each tier holds. Pure arithmetic; refuses with the numbers.
 
 automatic pool = window/64 + prefill chunk/64 + 8 pages of slack
 host           >= pages of the longest context, when the ring is on
@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from engine.config import PAGE, SLACK, EngineConfig
 from engine.errors import ConfigError, TooLittleMemory
 from engine.kv.page import KVShape, page_count
+from engine.kv.share import WORKING, WindowBudget, share_window
 from engine.units import GIB, MIB, format_bytes
 
-WORKING = 4
-"""Pages beyond the window: room to bring pages in before others go."""
 DEFAULT_WINDOW = 16384
 RAM_HEADROOM = GIB
 """Host memory that is left alone: a recipe that left 0.5 GB free killed machines."""
@@ -31,47 +30,6 @@ class Memory:
 
     ram: int
     device: int | None = None
-
-
-@dataclass(frozen=True)
-class WindowBudget:
-    """Pages of the pool by purpose: sink + kept + selection + recent + free = pool. The open page counts as recent.
-
-    `kept`: logical pages [first, end) behind the sink that are always seen too: tool definitions.
-    """
-
-    pool: int
-    sink: int
-    selection: int
-    recent: int
-    free: int
-    kept: tuple[int, int] = (0, 0)
-
-    @property
-    def always(self) -> int:
-        """Pages that are always seen, the recent ones left out."""
-        return self.sink + self.kept[1] - self.kept[0]
-
-    def part(self, requests: int) -> WindowBudget:
-        """One request's fair share while `requests` of them are active. What is kept is kept whole, on top of it."""
-        if requests <= 1:
-            return self
-        share = self.pool // requests
-        sink, free = min(self.sink, share // 4), min(self.free, share // 8)
-        kept = self.kept[1] - self.kept[0]
-        pool = min(share + kept, self.pool * 3 // 4) if kept else share
-        selection = self.selection * share // self.pool
-        return WindowBudget(pool, sink, selection, pool - sink - kept - selection - free, free, self.kept)
-
-    @property
-    def longest_step(self) -> int:
-        """Tokens that one step can add at all, beside what is always seen, one recent and the working pages."""
-        return max(1, self.pool - self.always - self.free - 1) * PAGE
-
-    @property
-    def step_tokens(self) -> int:
-        """Tokens that one step may add: its own pages take at most half of what is left of the pool."""
-        return max(1, (self.pool - self.always - self.free - 2) // 2) * PAGE
 
 
 @dataclass(frozen=True)
@@ -113,32 +71,6 @@ def activation_bytes(hidden: int, ffn: int, heads: int, head_dim: int, element: 
     192 KiB for Qwen3-8B's shape in 16 bits; on an H200 a step of 4,096 tokens took 205, of 8,192 tokens 188.
     """
     return element * (4 * ffn + 8 * hidden + 4 * heads * head_dim)
-
-
-def share_window(pool: int, sink_tokens: int, share: int, chunk_tokens: int, retrieve: str | int) -> WindowBudget:
-    """Split `pool` pages; ConfigError when sink, open page, chunk and working pages do not fit in it."""
-    sink = -(-sink_tokens // PAGE)
-    chunk = -(-chunk_tokens // PAGE)
-    least = sink + 1 + chunk + WORKING
-    if pool < least:
-        raise ConfigError(
-            f"a pool of {pool} pages ({pool * PAGE:,} tokens) is too small: sink {sink} + open 1 + chunk {chunk} + "
-            f"working {WORKING} = {least} pages",
-            f"--kv-capacity {least * PAGE} or more, or a smaller --sink or --prefill-chunk",
-        )
-    room = pool - sink - 1 - WORKING
-    if retrieve == "off":
-        selection = 0
-    elif isinstance(retrieve, int):
-        selection = -(-retrieve // PAGE)
-        if selection > room:
-            raise ConfigError(
-                f"a recall budget of {retrieve:,} tokens is {selection} pages; the pool of {pool} has room for {room}",
-                f"--retrieve {room * PAGE} or less, or a larger --kv-capacity",
-            )
-    else:
-        selection = min(pool * share // 100, room)
-    return WindowBudget(pool, sink, selection, pool - sink - selection - WORKING, WORKING)
 
 
 def plan_capacity(

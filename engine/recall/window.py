@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.kv.budget import WindowBudget
+from engine.kv.share import WindowBudget
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from kvring_cli.server.job import Admitted, Job, Overloaded, Unavailable
 
 if TYPE_CHECKING:
     from engine.engine import Engine
-    from engine.kv.budget import WindowBudget
+    from engine.kv.share import WindowBudget
 
 LEAST_SHARE = 8
 """Pages of the pool below which a request can't work: sink, a selection, the recent pages and a chunk."""
