@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 
 from engine.config import PAGE, EngineConfig
-from engine.device_profile import DeviceProfile, built_in, look_up, user_file
+from engine.device_profile import DeviceProfile, built_in, look_up
 from engine.errors import ConfigError
 from engine.platform import Facts
 from engine.routes import Bands
@@ -63,12 +64,12 @@ def forecast(plan: Plan, config: EngineConfig, rates: Mapping[str, Bands], origi
     return Forecast(found, "; ".join(filter(None, (origin, note, codes))))
 
 
-def rates_here(facts: Facts, environ: Mapping[str, str], *, cpu: bool) -> tuple[Mapping[str, Bands], str]:
-    """Rates of the hardware in `facts` and where they are from."""
+def rates_here(facts: Facts, mine: Path, *, cpu: bool) -> tuple[Mapping[str, Bands], str]:
+    """Rates of the hardware in `facts` and where they are from. mine: the user's file, if it is there."""
     gpu = facts.gpu if facts.torch.sees_card and not cpu else None
     name = gpu.hardware_class if gpu else facts.cpu.hardware_class
     count = (gpu.multiprocessors or 0) if gpu else facts.cpu.processors
-    found = look_up(name or "unknown", count, user_file(environ))
+    found = look_up(name or "unknown", count, mine)
     source, row = found.source, found.profile
     if row is None or not row.rates:  # the user's own may have routes only
         matching = (row for row in built_in() if row.rates and row.matches(name or "unknown", count))

@@ -204,6 +204,7 @@ def plan_for(
     facts: Facts | None = None,
 ) -> tuple[Plan, EngineConfig, Forecast]:
     """What `kvring plan` prints: the plan, the settings behind it, and the predicted times."""
+    from engine.device_profile import user_file
     from kvring_cli.forecast import forecast, rates_here, rates_of_card
 
     shape = shape_of(model)
@@ -218,7 +219,8 @@ def plan_for(
         facts = facts or gather()
         config = resolve(model, flags, environ).config
         place = here(facts, config, shape.origin, ram)
-        rates, origin = rates_here(facts, environ, cpu=place.device is None)
+        mine = user_file(environ, config.device_profile_path)
+        rates, origin = rates_here(facts, mine, cpu=place.device is None)
     plan = make_plan(shape, place, config, weight_bits=weight_bits)
     return plan, config, forecast(plan, config, rates, origin)
 

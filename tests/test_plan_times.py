@@ -136,21 +136,38 @@ def test_a_slower_card_takes_no_longer_to_launch(launch, rate, ratio, count):
 
 
 def test_a_first_start_that_kept_routes_only_leaves_the_built_in_rates_in_force(tmp_path):
-    facts, environ = linux_server(), {"NINFER_DEVICE_PROFILES": str(tmp_path / "mine.yaml")}
-    before, _ = forecasts.rates_here(facts, environ, cpu=False)
-    save(DeviceProfile("nvidia-h200-sm90", 132, "routes", {"page_scores": ((64, 8),)}), tmp_path / "mine.yaml")
-    rates, origin = forecasts.rates_here(facts, environ, cpu=False)
+    facts, mine = linux_server(), tmp_path / "mine.yaml"
+    before, _ = forecasts.rates_here(facts, mine, cpu=False)
+    save(DeviceProfile("nvidia-h200-sm90", 132, "routes", {"page_scores": ((64, 8),)}), mine)
+    rates, origin = forecasts.rates_here(facts, mine, cpu=False)
     assert rates == before and rates and "built-in" in origin
 
 
+@pytest.mark.parametrize("how", ["flag", "switch"])
+def test_a_plan_predicts_from_the_row_that_it_was_pointed_to(tmp_path, how):
+    """The flag was taken and not read: the file in the cache, or the row that ships, spoke in its place."""
+    facts, mine = linux_server(), str(tmp_path / "mine.yaml")
+    row = next(row for row in built_in() if row.hardware_class == "nvidia-h200-sm90")
+    slow = {kind: tuple((size, rate / 10) for size, rate in bands) for kind, bands in row.rates.items()}
+    save(DeviceProfile("nvidia-h200-sm90", 132, "ten times as slow", {}, slow), tmp_path / "mine.yaml")
+    flags = {"device_profile_path": mine} if how == "flag" else {}
+    environ = {"NINFER_DEVICE_PROFILES": mine} if how == "switch" else {}
+    usual = plan_for(
+        "qwen3-8b", None, None, None, flags={}, environ={"NINFER_DEVICE_PROFILES": mine + "x"}, facts=facts
+    )
+    found = plan_for("qwen3-8b", None, None, None, flags=flags, environ=environ, facts=facts)[2]
+    assert "ten times as slow" in found.origin
+    assert found.prediction.prefill_seconds == pytest.approx(10 * usual[2].prediction.prefill_seconds, rel=1e-3)
+
+
 def test_a_card_that_is_here_and_was_never_measured_is_told_what_its_datasheet_promises(tmp_path):
-    environ = {"NINFER_DEVICE_PROFILES": str(tmp_path / "none.yaml")}
+    mine = tmp_path / "none.yaml"
     card = find_card("3060-12gb")
     here = replace(linux_server(), gpus=(replace(card.gpu, total=12 * 2**30, used=0),))
-    rates, origin = forecasts.rates_here(here, environ, cpu=False)
+    rates, origin = forecasts.rates_here(here, mine, cpu=False)
     assert rates == forecasts.rates_of_card(card)[0] and "nobody ran" in origin and "kvring calibrate" in origin
     unknown = replace(here, gpus=(replace(card.gpu, name="NVIDIA GeForce RTX 3060 Laptop GPU"),))
-    rates, origin = forecasts.rates_here(unknown, environ, cpu=False)
+    rates, origin = forecasts.rates_here(unknown, mine, cpu=False)
     assert not rates and "kvring calibrate measures them" in origin
 
 
