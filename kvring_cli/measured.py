@@ -30,7 +30,8 @@ class Measured:
 
 
 def run(model: str, config: EngineConfig, plan: Plan, say: Callable[[str, float], None]) -> Measured:
-    """An exact prefill of the plan's whole context, an answer, and further turns, of which the first does not count."""
+    """An exact prefill, an answer, and further turns, of which the first does not count: all within the plan's context,
+    so the prompt is `room` tokens shorter than the one that the plan predicts for."""
     from kvring_cli import models
 
     assert plan.capacity is not None

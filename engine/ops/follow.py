@@ -4,7 +4,7 @@ A step is hundreds of kernels of a few microseconds, and each waits about one fo
 (compute capability 9.0 and newer), it waits for results only. A kernel that takes part calls `await_results` before it
 writes anything, or reads what the kernel before it wrote, and so follows all of them. What others left before that one
 (the geometry, which a copy brings; weights; the tables of the step before) it may read while it waits: the kernel
-before began only when those were done.
+before lets it be placed only when those are done.
 """
 
 from __future__ import annotations
