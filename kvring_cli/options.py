@@ -41,7 +41,9 @@ Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show every effec
 
 def model_and_options(model: str, options: list[str] | None) -> tuple[str, list[str]]:
     """MODEL and what stands after --. Where MODEL was left out the first word after -- stood in its place."""
-    return ("phantom", [model, *(options or [])]) if model.startswith("-") else (model, options or [])
+    from kvring_cli.models import PHANTOM
+
+    return (PHANTOM, [model, *(options or [])]) if model.startswith("-") else (model, options or [])
 
 
 def engine_options(command: Command) -> Command:
