@@ -18,8 +18,9 @@ from gates.registry import GATES
 from kvring_cli.app import app, call
 from kvring_cli.cards import find_card
 from kvring_cli.commands.bench import bench
-from kvring_cli.guide import CARDS, LANGUAGES, TOPICS, page, read
+from kvring_cli.guide import CARDS, LANGUAGES, TIMED_CONTEXT, TOPICS, page, read
 from kvring_cli.receipt.redact import flags_of
+from kvring_cli.shapes import PUBLISHED
 
 PAGES = [(topic, language) for topic in TOPICS for language in LANGUAGES]
 FOREIGN = re.compile(r"^\| (.+?) \|", re.M)  # the first column of the tables `there | here`
@@ -187,12 +188,52 @@ def test_figures_of_a_card_are_the_planners_own(card):
     assert row.split(" | ")[4] == (f"{largest:,}" if largest else "does not fit")
 
 
+@pytest.mark.parametrize(("card", "model", "weights"), [("8gb", "27b-2.1bit", "auto"), ("12gb", "qwen3-8b", "q4_k")])
+def test_predicted_times_of_a_card_are_what_plan_prints_and_nobody_is_said_to_have_measured_them(card, model, weights):
+    for language in LANGUAGES:
+        row = next(row for row in tables(text(card, language))[1] if row[0] == model)
+        asked = ["plan", model, "--card", card, "--weights", weights, "--max-context", row[2].replace(",", "")]
+        done = subprocess.run([sys.executable, "-m", "kvring_cli.app", *asked], capture_output=True, check=True)
+        said = done.stdout.decode()
+        figures = [r"prefill .* s \((\S+) tokens/s", r"decode (\S+) tokens/s", r"second turn (\S+ s) to"]
+        assert row[3:] == [re.search(figure, said)[1] for figure in figures]
+        origin = re.search(r"^ +from (.+?)(; |$)", said, re.M)[1]
+        assert f"`{origin}`" in text(card, language) and "nobody ran kvring on this card" in origin
+        assert ("Predictions: nobody measured" if language == ENGLISH else "都是预测：没有人") in text(card, language)
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_every_model_of_a_card_has_its_times_or_why_not(card):
+    fits, times = tables(text(card, ENGLISH))
+    assert {row[0] for row in times} == {row[0] for row in fits} == set(PUBLISHED)
+    for row in times:
+        never = "does not fit" if not row[2] else "unknown" if row[0].startswith("gemma") else None
+        assert all(cell == never for cell in row[3:]) if never else all(re.match(r"[\d.,]+", cell) for cell in row[3:])
+        assert int(row[2].replace(",", "") or 0) <= TIMED_CONTEXT
+
+
+def tables(markdown):
+    """The rows of each table, without its head."""
+    found = re.findall(r"^\|.*(?:\n\|.*)*", markdown, re.M)
+    return [[row.strip("|").strip().split(" | ") for row in table.split("\n")[2:]] for table in found]
+
+
 def test_piped_it_is_markdown_and_the_list_names_every_topic():
     kvring = [sys.executable, "-m", "kvring_cli.app", "guide"]
     done = subprocess.run([*kvring, "trouble", "--lang", "zh"], capture_output=True, check=True)
     assert done.stdout.decode() == text("trouble", CHINESE)
     listed = subprocess.run(kvring, capture_output=True, check=True).stdout.decode()
     assert [line.split()[2] for line in listed.splitlines()] == list(TOPICS)
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_the_list_shows_each_pages_own_heading_without_working_the_page_out(language):
+    kvring = [sys.executable, "-X", "importtime", "-m", "kvring_cli.app", "guide", "--lang", language]
+    done = subprocess.run(kvring, capture_output=True, check=True)
+    found = {line.split()[2]: line.split(maxsplit=3)[3] for line in done.stdout.decode().splitlines()}
+    assert found == {topic: text(topic, language).splitlines()[0].removeprefix("# ") for topic in TOPICS}
+    assert len(set(found.values())) == len(TOPICS)
+    assert not re.search(rb"\| +torch\r?$", done.stderr, re.M)
 
 
 @pytest.mark.parametrize(("value", "title"), [("zh_CN.GBK", "排错"), ("en_US.UTF-8", "Trouble"), ("", "Trouble")])

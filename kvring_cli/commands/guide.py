@@ -20,13 +20,12 @@ def guide(
     ] = None,
 ) -> None:
     """Read the guide: quickstart, cards, 8gb to 24gb, tuning, trouble, switches, agents. English and Chinese."""
-    from kvring_cli.guide import TOPICS, page
+    from kvring_cli.guide import TOPICS, page, title
 
     language = lang or _locale()
     if topic is None:
         for name in TOPICS:
-            title = "" if name.endswith("gb") else page(name, language).splitlines()[0].lstrip("# ")
-            console.write(f"{f'kvring guide {name}':<24} {title}".rstrip() + "\n")
+            console.write(f"{f'kvring guide {name}':<24} {title(name, language)}\n")
         return
     text = page(topic, language)
     if not sys.stdout.isatty():

@@ -8,26 +8,35 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from importlib import resources
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvring_cli.shapes import Shape
 
 LANGUAGES = ("en", "zh")
 CARDS = ("8gb", "10gb", "12gb", "16gb", "24gb")
 TOPICS = ("quickstart", "cards", *CARDS, "tuning", "trouble", "switches", "agents")
 RAM_GIB = (16, 32, 64)
+TIMED_CONTEXT = 32_768
+"""Tokens of the prompt that times are predicted for: every published model was trained for as many."""
 _WORDS = {
     "en": {
         "setting": "{values}, default {default}: {meaning}",
         "plan": ("model", "weights", "pool", *(f"context, {ram} GiB RAM" for ram in RAM_GIB)),
+        "times": ("model", "weights", "context", "prefill, tokens/s", "decode, tokens/s", "second turn"),
         "no": "does not fit",
+        "unknown": "unknown",
         "bits": "{bits} bits",
         "preset": "a window of {window:,} tokens, a prefill chunk of {chunk:,} and at most {limit} of the card",
     },
     "zh": {
         "setting": "{values}，默认 {default}：{meaning}",
         "plan": ("模型", "权重", "池", *(f"上下文，内存 {ram} GiB" for ram in RAM_GIB)),
+        "times": ("模型", "权重", "上下文", "预填充，token/s", "解码，token/s", "第二轮"),
         "no": "放不下",
+        "unknown": "未知",
         "bits": "{bits} 位",
         "preset": "窗口 {window:,} 个 token，预填充块 {chunk:,}，最多用 {limit} 显存",
     },
@@ -44,8 +53,22 @@ def page(topic: str, language: str = "en") -> str:
         raise ConfigError(
             f"the guide has no topic '{topic[:60]}'", f"did you mean {near[0]}? {known}" if near else known
         )
-    text = read(language, "card.md" if topic in CARDS else f"{topic}.md")
-    text = re.sub(r"(?<=[^\x00-\x7f])\n(?=[^\x00-\x7f])", "", text)  # Chinese has no space where a line ended
+    text = re.sub(
+        r"(?<=[^\x00-\x7f])\n(?=[^\x00-\x7f])", "", _source(topic, language)
+    )  # Chinese: no space between lines
+    return _filled(text, topic, language)
+
+
+def title(topic: str, language: str = "en") -> str:
+    """A topic's first heading; nothing of the rest is worked out."""
+    return _filled(_source(topic, language).splitlines()[0], topic, language).lstrip("# ")
+
+
+def _source(topic: str, language: str) -> str:
+    return read(language, "card.md" if topic in CARDS else f"{topic}.md")
+
+
+def _filled(text: str, topic: str, language: str) -> str:
     fill: dict[str, Callable[[], str]] = {"settings": lambda: _settings(language)}
     if topic in CARDS:
         fill |= _of_card(topic, language)
@@ -93,6 +116,9 @@ def _of_card(card: str, language: str) -> dict[str, Callable[[], str]]:
         "about": lambda: _yaml(language, "about.yaml")[card].strip(),
         "preset": lambda: shown,
         "plan": lambda: _plans(card, words),
+        "context": lambda: f"{TIMED_CONTEXT // 1024}K",
+        "times": lambda: _times(card, words),
+        "origin": lambda: _origin(card),
     }
 
 
@@ -116,10 +142,46 @@ def _plans(card: str, words: dict[str, Any]) -> str:
             if not pools and weights == "auto" and shape.weight_bits == PLAIN_BITS:
                 continue
             longest = [f"{plan.largest:,}" if plan.largest else words["no"] for plan in plans]
-            held = f"{format_bytes(plans[0].weight_bytes)}, {weights.upper() if weights != 'auto' else words['bits']}"
-            held = held.format(bits=f"{shape.weight_bits:g}")
+            held = f"{format_bytes(plans[0].weight_bytes)}, {_kind(weights, shape, words)}"
             rows.append((shape.name, held, pools[-1] if pools else "", *longest))
     return _table(words["plan"], rows)
+
+
+def _times(card: str, words: dict[str, Any]) -> str:
+    """What `kvring plan MODEL --card CARD` predicts for each published model, in 4 bits or its own."""
+    from kvring_cli.planning import PLAIN_BITS, plan_for
+    from kvring_cli.shapes import PUBLISHED
+
+    rows = []
+    for name, shape in PUBLISHED.items():
+        weights = "q4_k" if shape.weight_bits == PLAIN_BITS else "auto"
+
+        def planned(tokens: int, name: str = name, weights: str = weights) -> Any:
+            return plan_for(name, card, None, None, flags={"max_context": str(tokens), "weights": weights}, environ={})
+
+        plan, _, forecast = planned(TIMED_CONTEXT)
+        if plan.capacity is None and plan.largest:
+            plan, _, forecast = planned(plan.largest)
+        found, missing = forecast.prediction, words["unknown" if plan.capacity else "no"]
+        times = (missing,) * 3
+        if found:
+            turn = f"{found.second_turn_seconds:,.3g} s"
+            times = (f"{found.prefill_rate:,.0f}", f"{found.decode_rate:,.3g}", turn)
+        context = f"{plan.capacity.context:,}" if plan.capacity else ""
+        rows.append((name, _kind(weights, shape, words), context, *times))
+    return _table(words["times"], rows)
+
+
+def _origin(card: str) -> str:
+    """Where the rates behind `_times` are from, in `plan`'s own words."""
+    from kvring_cli.cards import find_card
+    from kvring_cli.forecast import rates_of_card
+
+    return rates_of_card(find_card(card))[1]
+
+
+def _kind(weights: str, shape: Shape, words: dict[str, Any]) -> str:
+    return weights.upper() if weights != "auto" else words["bits"].format(bits=f"{shape.weight_bits:g}")
 
 
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
