@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -11,6 +10,7 @@ from typing import Any
 from engine.errors import ConfigError
 from engine.platform import Gpu
 from engine.units import GIB, parse_bytes
+from kvring_cli.names import did_you_mean
 
 SCHEMA = "kvring.card/1"
 PCIE_LANE = {3: 0.985, 4: 1.969, 5: 3.938}
@@ -81,7 +81,8 @@ def find_preset(name: str) -> Preset:
     """ConfigError with the nearest names."""
     known = presets()
     if name.lower() not in known:
-        raise ConfigError(f"there is no card profile '{name}'", f"one of {', '.join(known)}")
+        near = did_you_mean(name, known)
+        raise ConfigError(f"there is no card profile '{name[:60]}'", f"{near}one of {', '.join(known)}")
     return known[name.lower()]
 
 
@@ -91,10 +92,9 @@ def find_card(name: str) -> CardFacts:
     if name in presets():
         name = presets()[name].typical
     if name not in cards():
-        near = difflib.get_close_matches(name, [*cards(), *presets()], 3, 0.4) or list(presets())
+        near = did_you_mean(name, [*presets(), *cards()])
         raise ConfigError(
-            f"there is no card '{name}' in profiles/cards",
-            f"did you mean {', '.join(near)}? All: {', '.join(cards())}",
+            f"there is no card '{name[:60]}' in profiles/cards", f"{near}one of {', '.join([*presets(), *cards()])}"
         )
     return cards()[name]
 

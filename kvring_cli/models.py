@@ -6,7 +6,6 @@ Nothing here touches the network but `pull`.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import hashlib
 import importlib.resources
 import os
@@ -22,6 +21,7 @@ from pathlib import Path
 from engine.errors import ModelError
 from engine.files import cache_folder
 from engine.units import MIB, format_bytes
+from kvring_cli.names import did_you_mean, nearest
 
 PHANTOM = "phantom"
 _SCRATCH = ".pull-"
@@ -81,6 +81,7 @@ CATALOGUE = {
         terms="a base model without a chat template, under the Gemma terms: https://ai.google.dev/gemma/terms",
     ),
 }
+NAMES = (PHANTOM, *CATALOGUE)
 
 
 def models_folder() -> Path:
@@ -90,6 +91,14 @@ def models_folder() -> Path:
 
 def resolve(name: str) -> Path:
     """The folder or file of a model. Raises ModelError with the nearest names and how to get them."""
+    path = find(name)
+    if path is None:
+        raise ModelError(f"there is no model '{name[:200]}', neither a path nor a known name", _what_else(name))
+    return path
+
+
+def find(name: str) -> Path | None:
+    """As `resolve`, but None where the name is none. ModelError for a known one that is not here."""
     if name == PHANTOM:
         return _phantom()
     if name in CATALOGUE:
@@ -106,14 +115,21 @@ def resolve(name: str) -> Path:
         path = Path(os.path.expanduser(name))
         if name and path.exists():
             return path
-    names = [PHANTOM, *CATALOGUE]
-    near = difflib.get_close_matches(name.lower(), names, n=2, cutoff=0.4)
-    known = f"did you mean {' or '.join(near)}?" if near else f"names: {', '.join(names)}."
-    get = f" `kvring pull {near[0]}` fetches it." if near and near[0] in CATALOGUE else ""
-    raise ModelError(
-        f"there is no model '{name[:200]}', neither a path nor a known name",
-        f"{known}{get} Or give a Hugging Face folder or a .gguf file",
+    return None
+
+
+def _what_else(name: str) -> str:
+    """A model that may have been meant; of a published shape, what can be done without its file."""
+    from kvring_cli.shapes import PUBLISHED
+
+    near = nearest(name, [*NAMES, *PUBLISHED])
+    here, shapes = [one for one in near if one in NAMES], [one for one in near if one in PUBLISHED]
+    fix = f"did you mean {' or '.join(here)}? " if here else "" if shapes else f"names: {', '.join(NAMES)}. "
+    fix += f"`kvring pull {here[0]}` fetches it. " if here and here[0] in CATALOGUE else ""
+    fix += (
+        f"{shapes[0]} is a shape to plan for (`kvring plan {shapes[0]}`), its weights are not here. " if shapes else ""
     )
+    return f"{fix}{'Or give' if here or not shapes else 'Give'} a Hugging Face folder or a .gguf file"
 
 
 def pull(name: str, report: Callable[[str], None] = lambda line: None) -> Path:
@@ -123,9 +139,8 @@ def pull(name: str, report: Callable[[str], None] = lambda line: None) -> Path:
     match leaves nothing behind; what was killed is cleared away by the next.
     """
     if name not in CATALOGUE:
-        near = difflib.get_close_matches(name.lower(), CATALOGUE, n=1, cutoff=0.0)
         raise ModelError(
-            f"there is no model '{name}' to pull", f"names: {', '.join(CATALOGUE)}; try kvring pull {near[0]}"
+            f"there is no model '{name[:200]}' to pull", f"{did_you_mean(name, CATALOGUE)}names: {', '.join(CATALOGUE)}"
         )
     model = CATALOGUE[name]
     folder = models_folder()

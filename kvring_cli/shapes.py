@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import ConfigError, ModelError
-from engine.model.sizes import Weighed
+from engine.model.sizes import PUBLISHED as SIZES
+from engine.model.sizes import Sizes, Weighed
+from kvring_cli.names import did_you_mean
 
 if TYPE_CHECKING:
     import torch
@@ -99,21 +100,18 @@ class Shape(Weighed):
         return self.layers * self.layer_weights + self.head_weights * (1 if self.tied else 2)
 
 
-def _published(name: str) -> Shape:
-    from engine.model.random import SHAPES
-
-    sizes = SHAPES[name]
+def _published(name: str, sizes: Sizes) -> Shape:
     fields = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "trained_context", "tied")
     return Shape(
         name, *(getattr(sizes, field) for field in fields), sliding_layers=sizes.sliding_layers, window=sizes.window
     )
 
 
+_PLANNED = ("qwen3-4b", "qwen3-8b", "llama-3.1-8b", "qwen2.5-1.5b", "qwen2.5-7b", "gemma-3-4b", "gemma-3-12b")
 PUBLISHED = {
     shape.name: shape
     for shape in (
-        *map(_published, ("qwen3-4b", "qwen3-8b", "llama-3.1-8b", "qwen2.5-1.5b", "qwen2.5-7b")),
-        *map(_published, ("gemma-3-4b", "gemma-3-12b")),
+        *(_published(name, SIZES[name]) for name in _PLANNED),
         Shape("27b-2.1bit", 64, 5120, 21_760, 40, 8, 128, 152_064, 131_072, False, 2.1, origin="a dense 27B, made up"),
     )
 }
@@ -128,15 +126,15 @@ def shape_of(model: str) -> Shape:
     if model.lower() in PUBLISHED and not Path(model).exists():
         return PUBLISHED[model.lower()]
     if model.startswith(PREFIX):
-        random_shape(model)  # refuses a name that isn't one
-        shape = _published(model.removeprefix(PREFIX).lower())
-        return replace(shape, name=model, trained_context=CONTEXT, origin="random weights of the published shape")
-    try:
-        path = models.resolve(model)
-    except ModelError as error:
-        near = difflib.get_close_matches(model.lower(), PUBLISHED, 1, 0.5)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise ModelError(error.message, f"{hint}{error.fix}; to plan without a file: {', '.join(PUBLISHED)}") from None
+        shape = _published(model, random_shape(model))  # refuses a name that isn't one
+        return replace(shape, trained_context=CONTEXT, origin="random weights of the published shape")
+    path = models.find(model)
+    if path is None:
+        names = [*PUBLISHED, *models.NAMES]
+        raise ModelError(
+            f"there is no model '{model[:200]}', neither a path nor a known name",
+            f"{did_you_mean(model, names)}names: {', '.join(names)}; or give a Hugging Face folder or a .gguf file",
+        )
     import torch
 
     from engine.model.load import open_model

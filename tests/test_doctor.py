@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -20,7 +22,10 @@ from engine.trials import Trials, try_apart
 from engine.units import GIB
 from kvring_cli.app import call
 from kvring_cli.doctor import examine, exit_code
+from kvring_cli.models import CATALOGUE, Published, resolve
+from tests.gguf_models import save_gguf
 from tests.machines import A4000_TCC, RTX_3060, laptop, linux_server, windows_pc
+from tests.models import tiny_model
 
 TRIED = SimpleNamespace(pinned=6 * GIB, to_device=24e9, to_host=25e9, spills=False)
 
@@ -264,3 +269,40 @@ def test_a_model_that_does_not_fit_fails_with_what_would(capsys):
     assert call(["doctor", "--model", "phantom", "--ram-limit", "1200MiB", "--max-context", "256K", "--port", "1"]) == 1
     out = capsys.readouterr().out
     assert "fail    model fits" in out and "--max-context" in out
+
+
+def test_a_models_own_tables_are_read_where_its_folder_has_a_published_name(tmp_path, monkeypatch):
+    """`qwen3-8b` here is the test object, which was trained for 262,144 tokens and not for 40,960."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(resolve("phantom"), "qwen3-8b", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    own, phantom = (checks(laptop(), model_name=name) for name in ("qwen3-8b", "phantom"))
+    assert named("model fits", own) == named("model fits", phantom)
+    assert "context 262,144 tokens" in named("model fits", own).detail
+    assert "b552d1221938" in named("model hash", phantom).detail
+    assert "nothing is published" in named("model hash", own).detail
+
+
+def test_a_shape_without_a_file_is_told_so_and_planned_for():
+    found = checks(laptop(), model_name="random:tiny")
+    assert named("model", found).status == named("model fits", found).status == "ok"
+    assert not [finding for finding in found if finding.name == "model hash"]
+    assert "kvring plan qwen3-8b" in named("model", checks(laptop(), model_name="Qwen3 8B")).fix
+
+
+def test_a_published_file_is_known_wherever_it_lies_and_a_damaged_copy_fails(tmp_path, monkeypatch):
+    """It was looked up by the name that was typed: a path had nothing published to hold it against."""
+    file = save_gguf(tiny_model("llama"), tmp_path / "published.gguf")
+    whole = file.read_bytes()
+    published = Published((), file.name, hashlib.sha256(whole).hexdigest(), len(whole))
+    monkeypatch.setitem(CATALOGUE, "small", published)
+
+    def found(path):
+        return named("model hash", checks(laptop(), model_name=str(path)))
+
+    other = tmp_path / "mine.gguf"
+    assert found(file) == found(file.rename(other))
+    assert found(other).detail == f"SHA-256 {published.sha256}, as published for small"
+    other.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert found(other).status == "ok" and "nothing is published" in found(other).detail  # as large by chance
+    other.rename(file)
+    assert found(file).status == "fail" and found(file).fix == f"delete {file}, then kvring pull small"

@@ -16,6 +16,9 @@ import pytest
 
 from engine.errors import ModelError
 from kvring_cli import models as names
+from kvring_cli.app import call
+from kvring_cli.names import nearest
+from kvring_cli.shapes import PUBLISHED
 
 
 def test_an_unknown_model_name_offers_the_nearest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -27,6 +30,56 @@ def test_an_unknown_model_name_offers_the_nearest(monkeypatch: pytest.MonkeyPatc
         names.resolve("smollm2-135m")
     with pytest.raises(ModelError, match="to pull"):
         names.pull("phantom")
+
+
+MEANT = {
+    "27B": ["27b-2.1bit"],
+    "27b": ["27b-2.1bit"],
+    "qwen3 8b": ["qwen3-8b"],
+    "Llama-3.1-8B-Instruct": ["llama-3.1-8b"],
+    "Qwen/Qwen3_8B": ["qwen3-8b"],
+    r"D:\models\Qwen3-8B-Q4_K_M.gguf": ["qwen3-8b"],
+    "qwen3": ["qwen3-4b", "qwen3-8b"],
+    "8b": ["qwen3-8b", "llama-3.1-8b"],
+    "gemma-3-270m": ["gemma3-270m"],
+    "lama3.1-8b": ["llama-3.1-8b"],
+    "phantm": ["phantom"],
+}
+
+
+@pytest.mark.parametrize(("asked", "meant"), MEANT.items(), ids=list(MEANT))
+def test_plan_offers_the_name_that_was_meant(asked, meant, capsys) -> None:
+    assert call(["plan", asked, "--card", "12gb"]) == 1
+    fix = capsys.readouterr().err.splitlines()[1]
+    assert fix.startswith(f"fix: did you mean {' or '.join(meant)}? names: {', '.join(PUBLISHED)}, phantom")
+
+
+@pytest.mark.parametrize("asked", ["没有", "zzz", "", "-", "b", "/no/such/file.bin"])
+def test_what_is_like_no_name_is_not_guessed_at(asked, capsys) -> None:
+    assert nearest(asked, [*PUBLISHED, *names.NAMES]) == []
+    assert call(["plan", asked, "--card", "12gb"] if asked != "-" else ["plan", "--card", "12gb", "--", "-"]) == 1
+    assert capsys.readouterr().err.splitlines()[1].startswith("fix: names: qwen3-4b, ")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (
+            ["run", "Qwen3-8B", "hi"],
+            "fix: qwen3-8b is a shape to plan for (`kvring plan qwen3-8b`), its weights are not",
+        ),
+        (["inspect", "27b"], "fix: 27b-2.1bit is a shape to plan for (`kvring plan 27b-2.1bit`)"),
+        (["inspect", "smollm2"], "fix: did you mean smollm2-135m? `kvring pull smollm2-135m` fetches it."),
+        (["inspect", "random:qwen3-8b"], "fix: kvring plan random:qwen3-8b has its sizes"),
+        (["pull", "smol"], "fix: did you mean smollm2-135m?"),
+        (["plan", "qwen3-8b", "--card", "RTX 3060"], "fix: did you mean 3060-12gb?"),
+        (["plan", "qwen3-8b", "--card", "12 GB"], "fix: did you mean 12gb or "),
+        (["serve", "phantom", "--profile", "12 GB"], "fix: did you mean 12gb? one of 8gb, "),
+    ],
+)
+def test_every_command_offers_the_name_that_was_meant(line, said, capsys) -> None:
+    assert call(line) == 1
+    assert capsys.readouterr().err.splitlines()[1].startswith(said)
 
 
 def test_a_wheel_with_another_hash_is_not_unpacked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -42,9 +42,13 @@ def inspect(model: Model, as_json: AsJson = False) -> None:
 
 def describe(path: Path) -> dict[str, Any]:
     """Everything about the model at `path`; ModelError for one that is missing, damaged, incomplete or unsupported."""
+    from engine.errors import ModelError
     from engine.model.assemble import check_table
     from engine.model.load import open_model
+    from engine.model.random import PREFIX
 
+    if str(path).startswith(PREFIX):
+        raise ModelError(f"{path} has no file: its weights are drawn at the start", f"kvring plan {path} has its sizes")
     opened = open_model(path)
     source, config, layout = opened.source, opened.config, opened.layout
     check_table(config, source, layout)

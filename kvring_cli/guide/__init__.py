@@ -11,6 +11,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import ConfigError
+from kvring_cli.names import did_you_mean
 
 if TYPE_CHECKING:
     from kvring_cli.shapes import Shape
@@ -46,12 +47,8 @@ _WORDS = {
 def page(topic: str, language: str = "en") -> str:
     """A topic's Markdown. ConfigError for one that there isn't."""
     if topic not in TOPICS:
-        import difflib
-
-        near = difflib.get_close_matches(topic.lower(), TOPICS, 1, 0.4)
-        known = f"topics: {', '.join(TOPICS)}"
         raise ConfigError(
-            f"the guide has no topic '{topic[:60]}'", f"did you mean {near[0]}? {known}" if near else known
+            f"the guide has no topic '{topic[:60]}'", f"{did_you_mean(topic, TOPICS)}topics: {', '.join(TOPICS)}"
         )
     text = re.sub(
         r"(?<=[^\x00-\x7f])\n(?=[^\x00-\x7f])", "", _source(topic, language)
