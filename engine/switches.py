@@ -51,6 +51,11 @@ class Setting:
         return isinstance(self.default, bool)
 
     @property
+    def words(self) -> tuple[str, ...]:
+        """All that its flag takes, where that is a few words."""
+        return self.parse.words if isinstance(self.parse, _OneOf) else ()
+
+    @property
     def place(self) -> bool:
         """Whether it names a file or folder of the user's: reports leave it out."""
         return self.parse is _path
@@ -151,13 +156,18 @@ def _boolean(text: str) -> bool:
     return text != "0"
 
 
-def _one_of(*words: str) -> Parser:
-    def parse(text: str) -> str:
-        if text.lower() not in words:
+@dataclass(frozen=True)
+class _OneOf:
+    words: tuple[str, ...]
+
+    def __call__(self, text: str) -> str:
+        if text.lower() not in self.words:
             raise ValueError
         return text.lower()
 
-    return parse
+
+def _one_of(*words: str) -> Parser:
+    return _OneOf(words)
 
 
 def _boolean_or(words: Parser, on: str, off: str) -> Parser:

@@ -17,18 +17,30 @@ from engine.config import SamplingParams
 from engine.errors import ConfigError, RequestError
 from engine.limits import check_sampling
 from engine.switches import SETTINGS, Setting
-from kvring_cli import console
+from kvring_cli import console, offers
 
 Flags = dict[str, Any]
 Command = Callable[..., Any]
 
 Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A name that was pulled, a folder, a .gguf file, or phantom.")
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A name that was pulled, a folder, a .gguf file, or phantom.",
+        autocompletion=offers.MODELS,
+    ),
 ]
-MeasuredModel = Annotated[str, typer.Option("--model", "-m", help="The model that is measured.")]
+MeasuredModel = Annotated[
+    str, typer.Option("--model", "-m", help="The model that is measured.", autocompletion=offers.MODELS)
+]
 CardProfile = Annotated[
     str | None,
-    typer.Option("--profile", metavar="CARD", help="Start from the preset of a card: 8gb, 10gb, 12gb, 16gb, 24gb."),
+    typer.Option(
+        "--profile",
+        metavar="CARD",
+        help="Start from the preset of a card: 8gb, 10gb, 12gb, 16gb, 24gb.",
+        autocompletion=offers.PROFILES,
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 ReportFile = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON.")]
@@ -90,7 +102,9 @@ def _parameter(setting: Setting) -> inspect.Parameter:
     switch = f" Switch: {setting.switch}." if setting.switch else ""
     text = f"{setting.help}{takes} Default: {default}.{switch}"
     kind = bool | None if setting.boolean else str | None
-    shown = {} if setting.boolean else {"metavar": "VALUE"}
+    shown: dict[str, Any] = {} if setting.boolean else {"metavar": "VALUE"}
+    if setting.words:
+        shown["autocompletion"] = offers.offer(lambda: setting.words)
     return _option(setting.field, kind, flags, text, setting.group, None, callback=_check(setting), **shown)
 
 

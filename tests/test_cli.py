@@ -113,16 +113,6 @@ def test_torchs_cuda_is_read_without_importing_it(source, cuda, tmp_path, monkey
     assert version.cuda_of_torch() == cuda
 
 
-def test_the_shell_completes_commands_and_flags():
-    def complete(*words):
-        asked = {"_KVRING_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
-        done = subprocess.run(KVRING, cwd=ROOT, capture_output=True, text=True, env={**os.environ, **asked})
-        return done.stdout.split()
-
-    assert complete("kvring", "se") == ["serve"]
-    assert "--kv-window" in complete("kvring", "serve", "--kv")
-
-
 @pytest.mark.parametrize("command", [("run", "{}", "why?"), ("chat", "{}"), ("gate", "fits", "-m", "{}")])
 def test_every_engine_flag_of_every_command_reaches_the_config(settings, tmp_path, command):
     line, expected = [part.format(tmp_path) for part in command], {}

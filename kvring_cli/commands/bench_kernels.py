@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from engine.units import KIB, MIB
-from kvring_cli import console
+from kvring_cli import console, offers
 from kvring_cli.commands.bench_options import Rows, header, known
 from kvring_cli.commands.gate import GateProgress
 from kvring_cli.files import check_json, save_json
@@ -20,7 +20,9 @@ TASKS = ("keyed", "disjoint", "lines")
 
 @engine_options
 def kernels(
-    model: Annotated[str, typer.Option("--model", "-m", help="A model, or random:qwen3-8b: its shape.")] = "phantom",
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="A model, or random:qwen3-8b: its shape.", autocompletion=offers.MODELS)
+    ] = "phantom",
     parts: Annotated[str, typer.Option("--parts", help=f"Of {', '.join(PARTS)}.")] = ",".join(PARTS),
     pages: Annotated[int, typer.Option("--pages", min=2, max=4096, help="Pages that a token looks at.")] = 280,
     rows: Annotated[int, typer.Option("--rows", min=1, max=16384, help="Tokens of the chunk.")] = 1024,
@@ -65,7 +67,9 @@ def kernels(
 
 @engine_options
 def page(
-    model: Annotated[str, typer.Option("--model", "-m", help="The model that is asked.")] = "phantom",
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="The model that is asked.", autocompletion=offers.MODELS)
+    ] = "phantom",
     sizes: Annotated[str, typer.Option("--sizes", help="Tokens a page, with commas.")] = "16,32,64,128",
     tokens: Annotated[int, typer.Option("--tokens", min=2048, help="Length of the documents.")] = 24_576,
     budget: Annotated[int, typer.Option("--budget", min=128, help="Tokens that recall may select.")] = 512,

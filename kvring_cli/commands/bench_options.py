@@ -9,8 +9,11 @@ import typer
 
 from engine.errors import ConfigError
 from engine.units import parse_tokens
+from kvring_cli import offers
 
-AnyModel = Annotated[str, typer.Option("--model", "-m", help="A model, or random:qwen3-8b and the like.")]
+AnyModel = Annotated[
+    str, typer.Option("--model", "-m", help="A model, or random:qwen3-8b and the like.", autocompletion=offers.MODELS)
+]
 Contexts = Annotated[str, typer.Option("--contexts", help="Lengths in tokens, with commas.")]
 Decoded = Annotated[int, typer.Option("--tokens", min=2, help="Tokens decoded.")]
 Rows = Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")]

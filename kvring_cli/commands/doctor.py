@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvring_cli import console
+from kvring_cli import console, offers
 from kvring_cli.options import AsJson, Flags, Verbose, engine_options
 
 if TYPE_CHECKING:
@@ -23,7 +23,10 @@ _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "unknown": "dim"
 @engine_options
 def doctor(
     model: Annotated[
-        str | None, typer.Option("--model", "-m", help="Check this model too: whole, hash, tensors, what fits.")
+        str | None,
+        typer.Option(
+            "--model", "-m", help="Check this model too: whole, hash, tensors, what fits.", autocompletion=offers.MODELS
+        ),
     ] = None,
     port: Annotated[int, typer.Option("--port", min=1, max=65535, help="The port you mean to serve on.")] = 8000,
     install: Annotated[

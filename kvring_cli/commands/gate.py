@@ -10,7 +10,7 @@ import typer
 
 from engine.errors import ConfigError
 from engine.units import parse_tokens
-from kvring_cli import console
+from kvring_cli import console, offers
 from kvring_cli.files import check_reports
 from kvring_cli.gate_files import repeat, to_send, write_all
 from kvring_cli.models import PHANTOM
@@ -27,12 +27,18 @@ WIDTH = 120  # of a table that goes to a file or a pipe
 @engine_options
 def gate(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="NAME...", help="Gates to run, or all; --list names them.")
+        list[str] | None,
+        typer.Argument(metavar="NAME...", help="Gates to run, or all; --list names them.", autocompletion=offers.GATES),
     ] = None,
     *,
     model: Annotated[
         str,
-        typer.Option("--model", "-m", help="The model that is asked; for agreement with a server, the one it serves."),
+        typer.Option(
+            "--model",
+            "-m",
+            help="The model that is asked; for agreement with a server, the one it serves.",
+            autocompletion=offers.MODELS,
+        ),
     ] = PHANTOM,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer trials, for CI.")] = False,
     seeds: Annotated[int, typer.Option("--seeds", min=1, max=1000, help="Documents a task.")] = 1,

@@ -8,11 +8,14 @@ from typing import Annotated, Literal
 
 import typer
 
-from kvring_cli import console
+from kvring_cli import console, offers
 
 
 def guide(
-    topic: Annotated[str | None, typer.Argument(metavar="[TOPIC]", help="Left out: the list of topics.")] = None,
+    topic: Annotated[
+        str | None,
+        typer.Argument(metavar="[TOPIC]", help="Left out: the list of topics.", autocompletion=offers.TOPICS),
+    ] = None,
     *,
     lang: Annotated[
         Literal["en", "zh"] | None,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from engine.errors import ConfigError, KVRingError
-from kvring_cli import console
+from kvring_cli import console, offers
 from kvring_cli.options import Flags, engine_options, model_and_options
 
 if TYPE_CHECKING:
@@ -28,7 +28,12 @@ _SIZES = ("--profile", "--vram-limit", "--kv-window", "--prefill-chunk")
 @engine_options
 def launch(
     model: Annotated[
-        str, typer.Argument(metavar="[MODEL]", help="A name that was pulled, a folder, a .gguf file, or phantom.")
+        str,
+        typer.Argument(
+            metavar="[MODEL]",
+            help="A name that was pulled, a folder, a .gguf file, or phantom.",
+            autocompletion=offers.MODELS,
+        ),
     ] = "phantom",
     options: Annotated[
         list[str] | None,
@@ -37,7 +42,12 @@ def launch(
     *,
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
     profile: Annotated[
-        str | None, typer.Option("--profile", help="Settings for a size of card. Left out: what suits this one.")
+        str | None,
+        typer.Option(
+            "--profile",
+            help="Settings for a size of card. Left out: what suits this one.",
+            autocompletion=offers.PROFILES,
+        ),
     ] = None,
     smoke: Annotated[
         bool, typer.Option("--smoke/--no-smoke", help="Try a whole start and two questions first.")

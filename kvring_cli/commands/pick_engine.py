@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvring_cli import console
+from kvring_cli import console, offers
 from kvring_cli.options import AsJson
 
 if TYPE_CHECKING:
@@ -21,7 +21,9 @@ PLACEHOLDER = "MODEL"
 
 
 def pick_engine(
-    model: Annotated[str, typer.Argument(metavar="[MODEL]", help="What to put into the serve line.")] = PLACEHOLDER,
+    model: Annotated[
+        str, typer.Argument(metavar="[MODEL]", help="What to put into the serve line.", autocompletion=offers.MODELS)
+    ] = PLACEHOLDER,
     compute_capability: Annotated[
         str | None,
         typer.Option(

@@ -10,7 +10,7 @@ import typer
 from engine.errors import ConfigError
 from engine.switches import SETTINGS, resolve
 from engine.units import format_bytes
-from kvring_cli import console
+from kvring_cli import console, offers
 from kvring_cli.options import AsJson, Flags, engine_options
 
 if TYPE_CHECKING:
@@ -26,10 +26,19 @@ if TYPE_CHECKING:
 def plan(
     model: Annotated[
         str | None,
-        typer.Argument(metavar="[MODEL]", help="A model that is here, or a published one. Left out: all of those."),
+        typer.Argument(
+            metavar="[MODEL]",
+            help="A model that is here, or a published one. Left out: all of those.",
+            autocompletion=offers.PLANNED,
+        ),
     ] = None,
     card: Annotated[
-        str | None, typer.Option("--card", help="A card that isn't here: 12gb, 3060-12gb, ... Left out: this machine.")
+        str | None,
+        typer.Option(
+            "--card",
+            help="A card that isn't here: 12gb, 3060-12gb, ... Left out: this machine.",
+            autocompletion=offers.CARDS,
+        ),
     ] = None,
     ram: Annotated[str | None, typer.Option("--ram", metavar="32GiB", help="RAM of the PC around that card.")] = None,
     weight_bits: Annotated[

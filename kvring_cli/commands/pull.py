@@ -6,10 +6,14 @@ from typing import Annotated
 
 import typer
 
-from kvring_cli import console
+from kvring_cli import console, offers
 
 
-def pull(name: Annotated[str, typer.Argument(metavar="NAME", help="A model that kvring knows.")]) -> None:
+def pull(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="A model that kvring knows.", autocompletion=offers.PULLED)
+    ],
+) -> None:
     """Fetch a model into the user's cache, checked against its hash; its name then serves as MODEL."""
     from kvring_cli import models
 
