@@ -19,6 +19,7 @@ IN_PLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY)
 
 def check_writable(flag: str, path: str) -> None:
     """KVRingError if nothing can be written there: tried before the work, not after. What is there stays."""
+    check_named(flag, path)
     try:
         target = _target(path)
         new = not target.exists()
@@ -33,9 +34,17 @@ def check_writable(flag: str, path: str) -> None:
         raise _unwritten(flag, path, error) from None
 
 
+def check_named(flag: str, path: str | None) -> None:
+    """KVRingError for an empty name, as a script's unset variable makes one: it stands for no file and no folder."""
+    if path == "":
+        raise KVRingError(f"{flag} is given an empty name", "a path, or leave it out")
+
+
 def check_reports(files: Mapping[str, str | None], read: Mapping[str, str | None]) -> None:
     """Every path of `files` (by flag) can be written, no two are one, and none is what the command is to `read`."""
     given = {flag: path for flag, path in files.items() if path is not None}
+    for flag, path in given.items():
+        check_named(flag, path)
     for one, other in combinations(given, 2):
         if os.path.realpath(given[one]) == os.path.realpath(given[other]):
             raise KVRingError(f"{one} and {other} are the same file, {given[one]}", f"another path for {other}")
@@ -48,6 +57,7 @@ def check_reports(files: Mapping[str, str | None], read: Mapping[str, str | None
 
 def write(flag: str, path: str, text: str) -> None:
     """In UTF-8, whole or not at all where it is a file; KVRingError if it fails after all."""
+    check_named(flag, path)
     text = text.encode("utf-8", "backslashreplace").decode("utf-8")  # halves of characters, as names of files may hold
     try:
         target = _target(path)

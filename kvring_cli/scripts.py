@@ -131,7 +131,7 @@ def _windows_word(word: str) -> str:
 def check(path: Path) -> None:
     """Before any work: ConfigError for an ending that is no shell's, a missing folder, or a file that isn't ours."""
     if path.suffix.lower() not in KINDS:
-        raise ConfigError(f"{path.name} ends like no script that is known", f"one of {', '.join(KINDS)}")
+        raise ConfigError(f"'{path.name}' ends like no script that is known", f"one of {', '.join(KINDS)}")
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise ConfigError(f"{path.parent} is no folder that can be written to", "another folder")
     if path.exists() and not (path.is_file() and MARK.encode() in path.read_bytes()):

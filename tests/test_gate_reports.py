@@ -191,6 +191,39 @@ def test_a_path_that_cannot_be_is_refused_before_the_work(name, tmp_path):
         check_writable("--json", str(tmp_path / name))
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        ["gate", "fits", "--json", ""],
+        ["smoke", "--json", ""],
+        ["serve", "phantom", "--request-log", ""],
+        ["receipt", "-o", ""],
+        ["run", "phantom", "--batch", "q.jsonl", "-o", ""],
+    ],
+    ids=lambda line: line[0],
+)
+def test_an_empty_name_of_a_file_is_told_as_that(line, tmp_path, monkeypatch, capsys):
+    """As an unset variable of a script makes one. `receipt` said ' can't be written: Is a directory'."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "q.jsonl").write_text('{"id": 1, "question": "Who is it?"}\n')
+    assert call(line) == 1
+    said = capsys.readouterr()
+    assert (
+        f"error: {line[-2].replace('-o', '--output')} is given an empty name\nfix: a path, or leave it out" in said.err
+    )
+    assert not said.out and [path.name for path in tmp_path.iterdir()] == ["q.jsonl"]
+
+
+def test_answers_that_nothing_would_hold_are_refused_before_a_model_is_loaded(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("kvring_cli.start.start", lambda *_: pytest.fail("it was loaded"))
+    questions = tmp_path / "q.jsonl"
+    questions.write_text('{"id": 1, "question": "Who is it?"}\n')
+    assert call(["run", "phantom", "--batch", str(questions), "-o", str(tmp_path / "no" / "a.jsonl")]) == 1
+    assert "can't be written: No such file or directory\nfix: another path for --output" in capsys.readouterr().err
+    assert call(["run", "phantom", "Who?", "-o", ""]) == 2
+    assert "--output takes the answers of --batch" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("flag", ["--json", "--html", "--junit"])
 def test_a_report_that_cannot_be_written_is_refused_before_the_work(flag, tmp_path, capsys):
     assert call(["gate", "fits", flag, str(tmp_path)]) == 1

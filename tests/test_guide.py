@@ -250,6 +250,12 @@ def test_a_topic_that_is_not_there_names_the_nearest(capsys):
     assert "did you mean trouble?" in capsys.readouterr().err
 
 
+def test_a_topic_is_found_however_it_is_written(capsys):
+    assert call(["guide", "Trouble", "--lang", "en"]) == 0
+    assert capsys.readouterr().out == text("trouble", ENGLISH)
+    assert page("12GB").startswith("# A card of 12 GB")
+
+
 def test_a_language_that_is_not_there_is_bad_usage_in_plain_words(capsys):
     assert call(["guide", "--lang", "fr"]) == 2
     said = capsys.readouterr().err

@@ -201,6 +201,12 @@ def test_an_option_that_serve_does_not_know_ends_it_before_anything_is_tried_or_
     assert not file.exists() and not seen.served
 
 
+def test_a_profile_that_there_is_not_ends_it_before_the_machine_is_looked_at(machine, monkeypatch, capsys):
+    monkeypatch.setattr(engine.platform, "gather", lambda: pytest.fail("it was looked at"))
+    assert call(["launch", "phantom", "--profile", "13gb"]) == 1
+    assert "there is no card profile '13gb'" in capsys.readouterr().err
+
+
 def test_a_card_that_is_only_pretended_is_not_launched_on(machine, monkeypatch, capsys):
     seen = machine(laptop())
     monkeypatch.setenv("NINFER_AGENT_CC", "8.9")

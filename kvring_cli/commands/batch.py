@@ -14,6 +14,7 @@ from engine.config import RecallParams, SamplingParams
 from engine.errors import KVRingError
 from kvring_cli import console
 from kvring_cli.document import decode
+from kvring_cli.files import check_writable
 from kvring_cli.prompt import Prompt, check
 
 if TYPE_CHECKING:
@@ -59,7 +60,9 @@ def read_questions(path: str) -> list[Question]:
 
 
 def keep_inputs(output: str | None, inputs: list[str]) -> None:
-    """Before any work: answers must not overwrite what is asked or read."""
+    """Before any work: answers can be written, and don't overwrite what is asked or read."""
+    if output not in (None, "-"):
+        check_writable("--output", output)
     for path in inputs:
         if output not in (None, "-") and Path(output).exists() and Path(path).exists() and Path(output).samefile(path):
             raise KVRingError(f"--output {output} is an input of this run", "another path for --output")

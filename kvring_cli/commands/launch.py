@@ -62,6 +62,7 @@ def launch(
     from engine.platform import gather
     from kvring_cli import models, scripts
     from kvring_cli.app import check_line
+    from kvring_cli.cards import find_preset
     from kvring_cli.engines import without_cards
 
     model, options = model_and_options(model, options)
@@ -72,6 +73,8 @@ def launch(
         )
     if write is not None:
         scripts.check(Path(write))
+    if profile is not None:
+        find_preset(profile)
     path = str(models.resolve(model))
     if Path(model).exists():
         model = os.path.abspath(os.path.expanduser(model))

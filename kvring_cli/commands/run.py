@@ -106,7 +106,7 @@ def _check(question: str | None, *rest: Any) -> None:
         (globs and not folders, "--glob chooses among the files of --dir, and there is none"),
         (encoding and not (files or folders), "--encoding is that of --file or --dir, and there is neither"),
         (raw and system is not None, "--raw sends no chat template, so there is no place for --system"),
-        (output and not batch, "--output takes the answers of --batch; redirect stdout for a single one"),
+        (output is not None and not batch, "--output takes the answers of --batch; redirect stdout for a single one"),
         (batch and (explain or as_json), "--batch writes JSON lines of its own: without --explain and --json"),
         ([*(files or ()), question].count("-") > 1, "standard input can be read only once"),
     ]

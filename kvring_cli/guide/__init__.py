@@ -46,6 +46,7 @@ _WORDS = {
 
 def page(topic: str, language: str = "en") -> str:
     """A topic's Markdown. ConfigError for one that there isn't."""
+    topic = topic.lower()
     if topic not in TOPICS:
         raise ConfigError(
             f"the guide has no topic '{topic[:60]}'", f"{did_you_mean(topic, TOPICS)}topics: {', '.join(TOPICS)}"
