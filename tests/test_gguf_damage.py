@@ -99,6 +99,11 @@ def test_an_unknown_tensor_type_is_refused_with_types_that_work(tmp_path: Path) 
     assert "Q4_K" in error.fix
 
 
+def test_a_folder_around_a_gguf_file_is_refused_by_the_files_name(original_gguf: Path) -> None:
+    error = refusal(original_gguf.parent)
+    assert "has no config.json" in error.message and error.fix == f"give the file in it: {original_gguf}"
+
+
 def test_an_unknown_way_of_cutting_text_is_refused(tmp_path: Path) -> None:
     error = refusal(save_gguf(tiny_model("llama"), tmp_path / "model.gguf", pre="deepseek-llm"))
     assert "'deepseek-llm'" in error.message

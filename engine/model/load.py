@@ -187,7 +187,9 @@ def _open(path: Path) -> OpenedModel:
 
 def _open_folder(folder: Path) -> OpenedModel:
     if not (folder / "config.json").exists():
-        raise ModelError(f"{folder} has no config.json", "give the folder that save_pretrained wrote")
+        files = sorted(folder.glob("*.gguf"))
+        fix = f"give the file in it: {files[0]}" if files else "give the folder that save_pretrained wrote"
+        raise ModelError(f"{folder} has no config.json", fix)
     raw = read_json(folder / "config.json")
     generation = folder / "generation_config.json"
     config = from_hf(raw, read_json(generation) if generation.exists() else None)
