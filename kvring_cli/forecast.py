@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -27,14 +27,17 @@ _BY_HOST = ("step/", "turn_start/")
 
 @dataclass(frozen=True)
 class Forecast:
-    """`prediction` None: nothing measured to predict from, and `origin` says what is missing."""
+    """`prediction`: for the plan's context, as a prompt. None: nothing measured to predict from, and `origin` says what
+    is missing.
+    """
 
     prediction: Prediction | None
     origin: str
+    at: Callable[[int], Prediction] | None = None
+    """The same for a prompt of so many tokens, where there is a prediction."""
 
 
 def forecast(plan: Plan, config: EngineConfig, rates: Mapping[str, Bands], origin: str) -> Forecast:
-    """For the plan's context, as a prompt."""
     capacity = plan.capacity
     if capacity is None:
         return Forecast(None, "it does not fit")
@@ -47,21 +50,19 @@ def forecast(plan: Plan, config: EngineConfig, rates: Mapping[str, Bands], origi
     work, note = work_of(plan.shape, plan.place, plan.weight_bits, config.weights, measured)
     if isinstance(config.far_heads, int):
         work = replace(work, scored=config.far_heads / 100)
+    pool, window, selection = (pages * PAGE for pages in (capacity.pool_pages, seen, capacity.window.selection))
+    chunk = config.prefill_chunk
+
+    def at(prompt: int) -> Prediction:
+        return predict(work, rates, context=prompt, pool=pool, window=window, selection=selection, chunk=chunk)
+
     try:
-        found = predict(
-            work,
-            rates,
-            context=capacity.context,
-            pool=capacity.pool_pages * PAGE,
-            window=seen * PAGE,
-            selection=capacity.window.selection * PAGE,
-            chunk=config.prefill_chunk,
-        )
+        found = at(capacity.context)
     except ConfigError as error:
         return Forecast(None, f"{error.message} ({error.fix})")
     plain = capacity.kv in ("bf16", "fp16", "fp32")
     codes = "" if plain else f"pages in {capacity.kv} are taken to be read as fast as those of {work.dtype}"
-    return Forecast(found, "; ".join(filter(None, (origin, note, codes))))
+    return Forecast(found, "; ".join(filter(None, (origin, note, codes))), at)
 
 
 def rates_here(facts: Facts, mine: Path, *, cpu: bool) -> tuple[Mapping[str, Bands], str]:

@@ -14,24 +14,37 @@ from engine.result import Token
 from engine.trials import own_clock, quick
 from kvring_cli.filler import filler
 from kvring_cli.planning import Plan
-from kvring_cli.predict import QUESTION
+from kvring_cli.predict import QUESTION, Prediction
 
-_ANSWER, _TURNS = 48, 8
+_ANSWER, _TURNS = 48, 5
+_ROUNDS, _ENOUGH = 4, 20.0
+"""No further round is begun after so many seconds."""
+_EXACT = RecallParams(prefill="exact")
 
 
 @dataclass(frozen=True)
 class Measured:
-    """As `kvring_cli.predict.Prediction`; `clock` says what was timed."""
+    """As `kvring_cli.predict.Prediction`, over the tokens that there really were: of the `prompt`, and of the
+    `conversation` that the second turn came after. `clock` says what was timed.
+    """
 
+    prompt: int
+    conversation: int
     prefill_seconds: float
     decode_rate: float
     second_turn_seconds: float
     clock: str
 
+    def predicted(self, at: Callable[[int], Prediction]) -> Prediction:
+        """What `at` predicts for these lengths."""
+        return replace(at(self.prompt), second_turn_seconds=at(self.conversation).second_turn_seconds)
+
 
 def run(model: str, config: EngineConfig, plan: Plan, say: Callable[[str, float], None]) -> Measured:
-    """An exact prefill, an answer, and further turns, of which the first does not count: all within the plan's context,
-    so the prompt is `room` tokens shorter than the one that the plan predicts for."""
+    """An exact prefill, an answer, and further turns, of which the first does not count; several times where that is
+    quick, and of each the end of the quicker quarter. All of it stays within the plan's context, so the prompt is
+    `room` tokens shorter.
+    """
     from kvring_cli import models
 
     assert plan.capacity is not None
@@ -45,26 +58,35 @@ def run(model: str, config: EngineConfig, plan: Plan, say: Callable[[str, float]
     say(f"prefill of {tokens:,} tokens", 0.0)
     engine = Engine.load(replace(config, model=str(models.resolve(model)), max_context=plan.capacity.context))
     clock = own_clock(engine.model.transformer.device)
+    prefills, steps, turns = [], [], {}
     try:
-        text = _text(engine, tokens)
+        text, question = _text(engine, tokens), _text(engine, QUESTION)
         engine.complete(engine.prepare("Hello", SamplingParams(max_tokens=2)))
-        exact, card = RecallParams(prefill="exact"), engine.model.transformer.device.type == "cuda"
+        card = engine.model.transformer.device.type == "cuda"
         if card:
-            _timed(engine, text, 4, exact, clock)  # kernels are compiled, and cuDNN plans each length
+            _timed(engine, text, 4, _EXACT, clock)  # kernels are compiled, and cuDNN plans each length
+        began = time.monotonic()
+        while not prefills or (len(prefills) < _ROUNDS and time.monotonic() - began < _ENOUGH):
             engine.forget()
-        prefill, steps = _timed(engine, text, _ANSWER, exact, clock)
-        if card:  # again: the first answer fetches its selection while it is written
-            _, steps = _timed(engine, text, _ANSWER, RecallParams(), clock)
-        say("second turns", 0.8)
-        turns, question = [], _text(engine, QUESTION)
-        for _ in range(_TURNS):
-            text = f"{text} {question}"
-            turns.append(_timed(engine, text, 1, RecallParams(), clock)[0])
+            prefill, answer = _timed(engine, text, _ANSWER, _EXACT, clock)
+            if card:  # again: the first answer fetches its selection while it is written
+                _, answer = _timed(engine, text, _ANSWER, RecallParams(), clock)
+            prefills.append(prefill)
+            steps += answer
+            say("second turns", len(prefills) / (_ROUNDS + 1))
+            said = text
+            for number in range(_TURNS):
+                before, said = engine.count_tokens(said), f"{said} {question}"
+                turn, _ = _timed(engine, said, 1, RecallParams(), clock)
+                if number:
+                    turns[turn] = before
+        prompt = engine.count_tokens(text)
     finally:
         engine.close()
     own = "one thread's processor time, which a busy machine can't stretch"
-    what = own if clock is time.process_time else "the wall"
-    return Measured(prefill, 1 / quick(steps), quick(turns[1:]), f"measured by {what}")
+    turn = quick(list(turns))
+    how = own if clock is time.process_time else "the wall"
+    return Measured(prompt, turns[turn], quick(prefills), 1 / quick(steps), turn, how)
 
 
 def _timed(

@@ -116,7 +116,7 @@ def test_two_depths_tell_a_steps_own_cost_from_its_layers(monkeypatch):
     from kvring_cli.calibration.standin import Size, stand_in, work_of
     from kvring_cli.predict import new_pages, predict
 
-    lengths = samples.Lengths(short=1280, long=2048, pool=1024, chunk=128)
+    lengths = samples.Lengths(dense=512, short=1280, long=2048, pool=1024, chunk=128)
 
     def sample(model, lengths, page=0.0):
         """7 ms a step and 90 a turn, whatever the layers; 2 ms of a layer's step, 5 of its turn, 3 of its chunk. A turn
@@ -147,26 +147,54 @@ def test_second_turns_compute_a_question_and_a_half_page_and_go_on_from_each_oth
     from kvring_cli.calibration import samples
     from kvring_cli.calibration.standin import Size, stand_in
 
-    timed, seen = samples._timed, []
+    timed, seen = samples.timed, []
 
-    def kept(engine, text, sampling, recall):
-        seen.append((len(text.split()), run := timed(engine, text, sampling, recall)))
+    def kept(engine, text, answer, recall=None):
+        seen.append((len(text.split()), run := timed(engine, text, answer, recall)))
         return run
 
-    monkeypatch.setattr(samples, "_timed", kept)
-    settings = EngineConfig(model="", max_context=2048, kv_capacity=1024, prefill_chunk=128, device_profile="off")
-    engine = Engine(settings, stand_in(Size(64, 64, 2, 1, 64, 2), CPU, torch.float32))
+    monkeypatch.setattr(samples, "timed", kept)
+    lengths = samples.Lengths(dense=512, short=1280, long=1280, pool=1024, chunk=128)
+    engine = samples.opened(stand_in(Size(64, 64, 2, 1, 64, 2), CPU, torch.float32), lengths, lengths.pool)
     try:
         for tokens, step in ((128, 0), (1280, 64)):
             seen.clear()
             samples._run(engine, tokens, 2)
             samples._turn(engine, tokens)
-            assert [run.computed for _, run in seen] == [tokens, *[96] * 6]
-            assert [words for words, _ in seen[1:]] == [tokens + 96 + step * n for n in range(6)]
-        assert sum(run.fetched for _, run in seen[1:]) > 0
+            (_, fresh), (_, again), *turns = seen
+            assert fresh.computed == tokens and again.computed <= PAGE
+            assert [(words, run.computed) for words, run in turns] == [(tokens + 96 + step * n, 96) for n in range(7)]
+        assert sum(run.fetched for _, run in turns) > 0
         engine.audit()
     finally:
         engine.close()
+
+
+def test_a_processor_is_measured_in_rounds_so_that_a_slow_second_spoils_none_of_its_figures(monkeypatch):
+    """Shared cores are half as fast for seconds at a time: one whole round is slow, and nothing of it is left."""
+    from kvring_cli.calibration import rounds, samples
+    from kvring_cli.calibration.standin import Size, stand_in
+
+    timed, asked = rounds.timed, []
+
+    def slow_in_the_second_round(engine, text, answer, recall=None):
+        run, whole = timed(engine, text, answer, recall), engine.capacity.pool_pages * PAGE > 1024
+        asked.append((len(text.split()), whole, run.computed))
+        fresh = [words for words, _, computed in asked if computed == words == lengths.dense]
+        pace = 2.0 if len(fresh) == 2 else 1.0
+        chunks = tuple((middle, pace * (0.1 + 1e-4 * middle)) for middle, _ in run.chunks)
+        return replace(run, chunks=chunks, steps=(pace * len(text.split()) * 1e-3,) * (answer - 1), first=pace)
+
+    monkeypatch.setattr(rounds, "timed", slow_in_the_second_round)
+    monkeypatch.setattr(rounds, "head_seconds", lambda head: 0.0)
+    lengths = samples.Lengths(dense=1152, short=1280, long=2048, pool=1024, chunk=128, answer=3)
+    found = rounds.sample_in_rounds(stand_in(Size(64, 64, 2, 1, 64, 2), CPU, torch.float32), lengths)
+    assert (found.chunk, found.slope) == (pytest.approx(0.1), pytest.approx(1e-4))
+    assert found.token == {tokens: pytest.approx((tokens + 96) * 1e-3) for tokens in lengths.contexts}
+    assert set(found.first.values()) == {1.0} and found.computed == 96
+    turns = [(words - 96, whole) for words, whole, computed in asked if computed == 96]
+    one = [(samples.FEW, True), (lengths.dense, True), (lengths.short, False), (lengths.long, False)]
+    assert turns == [turn for turn in one for _ in range(2)] * rounds.ROUNDS, "each again, and by the engine of its own"
 
 
 def test_a_burst_of_others_work_spoils_one_of_a_cards_two_answers(monkeypatch):
@@ -176,14 +204,13 @@ def test_a_burst_of_others_work_spoils_one_of_a_cards_two_answers(monkeypatch):
 
     asked = []
 
-    def timed(engine, text, sampling, recall):
-        asked.append(sampling.max_tokens)
+    def timed(engine, text, answer, recall=None):
+        asked.append(answer)
         token = 0.009 if asked.count(48) % 3 == 2 else 0.002  # an answer at the end of `_run`; a later one is quiet
-        return samples.Run(((256.0, 1.0), (768.0, 2.0)), token, 1.0, 96, 0)
+        return samples.Run(((256.0, 1.0), (768.0, 2.0)), (token,), 1.0, 96, 0)
 
-    monkeypatch.setattr(samples, "_timed", timed)
-    monkeypatch.setattr(samples, "_on_card", lambda engine: True)
-    lengths = samples.Lengths(short=1280, long=2048, pool=1024, chunk=128)
+    monkeypatch.setattr(samples, "timed", timed)
+    lengths = samples.Lengths(dense=512, short=1280, long=2048, pool=1024, chunk=128, answer=48)
     found = samples.sample(stand_in(Size(64, 64, 2, 1, 64, 2), CPU, torch.float32), lengths)
     assert asked[2:12] == [48, 48, *[1] * 7, 48] and asked.count(48) == 3 * len(lengths.contexts)
     assert len({*found.token.values()}) == 1 and max(found.token.values()) <= 0.002

@@ -241,7 +241,7 @@ def test_plan_speaks_json_and_refuses_with_the_knob(capsys):
     assert call(["plan", "qwen3-8b", "--card", "3060-13gb"]) == 1 and "3060-12gb" in capsys.readouterr().err
     assert call(["plan", "qwen3-8b", "--card", "12gb", "--measure"]) == 2
     assert call(["plan", "phantom", "--device", "cpu", "--measure", "--max-context", "700"]) == 1
-    assert "fix: --max-context 1264 or more" in capsys.readouterr().err
+    assert "fix: --max-context 874 or more" in capsys.readouterr().err
     for bits in ("0", "nan", "33"):
         assert call(["plan", "qwen3-8b", "--card", "12gb", "--weight-bits", bits]) == 1
     assert "are no quantisation" in capsys.readouterr().err

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -51,6 +52,27 @@ def test_windows_facts_without_symlinks_registry_or_windll(monkeypatch):
     assert facts.gpu == RTX_3060 and facts.memory.commit_free == 2 * GIB
     bare = gather(Windows(), import_torch=False, nvml=nvml())  # no windll here at all
     assert bare.memory is None and bare.console.encoding is None
+
+
+def test_processors_that_a_virtual_machine_gives_one_name_have_rows_of_their_own(tmp_path):
+    """A row measured on one AMD EPYC was taken for another's, which doesn't multiply the same types."""
+    (tmp_path / "proc").mkdir()
+    block = "processor\t: {}\nvendor_id\t: AuthenticAMD\ncpu family\t: 25\nmodel\t\t: {}\nmodel name\t: AMD EPYC\n\n"
+    classes = []
+    for model in (1, 17):
+        (tmp_path / "proc/cpuinfo").write_text("".join(block.format(number, model) for number in range(2)))
+        classes.append(Linux(tmp_path).cpu().hardware_class)
+    assert classes == ["amd-epyc-family-25-model-1-cpu", "amd-epyc-family-25-model-17-cpu"]
+
+    says = {"ProcessorNameString": "AMD EPYC  ", "Identifier": "AMD64 Family 25 Model 17 Stepping 1"}
+    registry = SimpleNamespace(
+        HKEY_LOCAL_MACHINE=0, OpenKey=lambda *_: nullcontext(says), QueryValueEx=lambda key, name: (key[name], 1)
+    )
+    assert Windows(Kernel32(), registry).cpu().hardware_class == classes[1], "Windows' number of it is the same"
+    says["Identifier"] = "something else"
+    assert Windows(Kernel32(), registry).cpu().hardware_class == "amd-epyc-cpu"
+    (tmp_path / "proc/cpuinfo").write_text("processor: 0\nmodel name\t: Cortex-A76\n\n")
+    assert Linux(tmp_path).cpu().hardware_class == "cortex-a76-cpu"
 
 
 @pytest.mark.parametrize("encoding", ["gbk", "ascii"])

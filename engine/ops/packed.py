@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.ops.four_bit import BLOCK, FEW, GROUP, FourBit, pack_four_bit, stack_four_bit
+from engine.ops.four_bit import BLOCK, FEW, GROUP, FourBit, order, pack_four_bit, stack_four_bit
 from engine.weights.quant import BYTES, NIBBLES, SIGNED, Parts, QuantType
 
 UNIT, LANES, FIELDS = 32, 4, 8
@@ -203,8 +203,11 @@ class Mixed:
 
 
 def takes_four_bit(kind: QuantType, dtype: torch.dtype) -> bool:
-    """Whether torch's 4-bit product for CPUs computes with such a matrix, and fast: not in other dtypes."""
-    return kind.group == GROUP and not kind.table and kind.step == 1 and dtype == torch.bfloat16
+    """Whether torch's 4-bit product for CPUs computes with such a matrix, and fast: not in other dtypes, and not where
+    it packs in an order that isn't known here (AVX2).
+    """
+    fits = kind.group == GROUP and not kind.table and kind.step == 1 and dtype == torch.bfloat16
+    return fits and order() is not None
 
 
 def multiplied(matrix: Packed) -> Packed:

@@ -88,15 +88,18 @@ class HostMemory:
 @dataclass(frozen=True)
 class Cpu:
     """`processors`: how many this process may use; `quota`: their time that a container or service leaves it, where
-    that is less than the processors it may run on."""
+    that is less than the processors it may run on. `kind`: its family and model, which tell processors apart that a
+    virtual machine gives one name ("AMD EPYC")."""
 
     name: str
     processors: int
     quota: float | None = None
+    kind: str = ""
 
     @property
     def hardware_class(self) -> str:
-        return f"{slug(self.name) or 'unknown'}-cpu"
+        """`amd-epyc-family-25-model-1-cpu`, the name of a row of the device profiles."""
+        return f"{slug(f'{self.name} {self.kind}') or 'unknown'}-cpu"
 
 
 @dataclass(frozen=True)

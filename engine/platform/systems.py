@@ -7,6 +7,7 @@ import ctypes
 import mmap
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -34,7 +35,8 @@ class Platform:
         return HostMemory(memory.total, memory.available)
 
     def cpu(self) -> Cpu:
-        return Cpu(self._cpu_name() or platform.machine(), self.processors(), self.quota())
+        name, kind = self._cpu()
+        return Cpu(name or platform.machine(), self.processors(), self.quota(), kind)
 
     def processors(self) -> int:
         """Processors that this process can keep busy. More threads than its quota pays for would all be stopped in the
@@ -93,8 +95,9 @@ class Platform:
             return len(os.sched_getaffinity(0))
         return os.cpu_count() or 1
 
-    def _cpu_name(self) -> str:
-        return platform.processor()
+    def _cpu(self) -> tuple[str, str]:
+        """Its name, and its kind where that is known."""
+        return platform.processor(), ""
 
     def _touch(self, memory: mmap.mmap, size: int) -> None:
         import numpy as np
@@ -148,11 +151,11 @@ class Linux(Platform):
         if trim is not None:
             trim(0)
 
-    def _cpu_name(self) -> str:
-        for line in self._read("proc/cpuinfo").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-        return platform.processor()
+    def _cpu(self) -> tuple[str, str]:
+        first = self._read("proc/cpuinfo").partition("\n\n")[0]
+        of = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())}
+        kind = f"family {of['cpu family']} model {of['model']}" if {"cpu family", "model"} <= of.keys() else ""
+        return of.get("model name") or platform.processor(), kind
 
     def _read(self, path: str) -> str:
         try:
@@ -226,7 +229,7 @@ class Windows(Platform):
             with contextlib.suppress(OSError):
                 process.stdin.close()
 
-    def _cpu_name(self) -> str:
+    def _cpu(self) -> tuple[str, str]:
         key = r"HARDWARE\DESCRIPTION\System\CentralProcessor\0"
         try:
             if self._registry is None:
@@ -235,9 +238,13 @@ class Windows(Platform):
                 self._registry = winreg
             registry = self._registry
             with registry.OpenKey(registry.HKEY_LOCAL_MACHINE, key) as opened:
-                return str(registry.QueryValueEx(opened, "ProcessorNameString")[0]).strip()
+                name, identifier = (
+                    str(registry.QueryValueEx(opened, value)[0]) for value in ("ProcessorNameString", "Identifier")
+                )
         except (ImportError, OSError):
-            return platform.processor()
+            return platform.processor(), ""
+        kind = re.search(r"Family \w+ Model \w+", identifier)
+        return name.strip(), kind[0].lower() if kind else ""
 
     def _limited_by(self) -> str:
         return "free RAM, or the commit limit: RAM plus page file"

@@ -12,6 +12,7 @@ from engine.model.load import LoadedModel
 from engine.recall.recall import QUERY_ROWS
 from engine.routes import Bands
 from kvring_cli.calibration.links import gather
+from kvring_cli.calibration.rounds import sample_in_rounds
 from kvring_cli.calibration.samples import FEW, LEAST, LENGTHS, Lengths, head_seconds, sample
 from kvring_cli.calibration.standin import CPU_SIZES, CUDA_SIZES, shallower, stand_in, work_of
 from kvring_cli.predict import Work, new_pages
@@ -54,7 +55,7 @@ def points(
     page: seconds in which a layer's page is fetched, on a card. There the size is measured beside a shallower one,
     because a step costs as much beside its layers as some layers do: two depths tell them apart.
     """
-    deep, dtype = sample(model, lengths, page or 0.0), work.dtype
+    deep, dtype = sample_in_rounds(model, lengths) if page is None else sample(model, lengths, page), work.dtype
     per, layers = deep, deep.layers
     if page is not None:
         shallow = sample(shallower(model, SHALLOW), lengths, page)

@@ -1,4 +1,5 @@
-"""An engine over a stand-in, timed: chunks, steps and further turns by the length of the context."""
+"""An engine over a stand-in, timed: chunks, steps and further turns by the length of the context. Of a card here; a
+processor's are taken in `rounds`."""
 
 from __future__ import annotations
 
@@ -24,30 +25,30 @@ LEAST = 1e-9  # seconds: a difference of two measurements may come out at nothin
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens: of the two contexts over the pool, the pool, a chunk, and the answers."""
+    """Tokens: of the longest context within a pool, of the two over the pool, the pool, a chunk, and the answers."""
 
+    dense: int = 4608
     short: int = 3072
     long: int = 6144
     pool: int = 2048
     chunk: int = 512
-    answer: int = 48
+    answer: int = 12
 
     @property
     def contexts(self) -> tuple[int, int, int, int]:
         return FEW, self.dense, self.short, self.long
 
-    @property
-    def dense(self) -> int:
-        """The longest context that the pool holds, with what is said after it."""
-        return self.pool - 512
 
-
-LENGTHS = {"cpu": Lengths(), "cuda": Lengths(short=20_480, long=40_960, pool=17_920, chunk=4096)}
+LENGTHS = {
+    "cpu": Lengths(),
+    "cuda": Lengths(dense=17_408, short=20_480, long=40_960, pool=17_920, chunk=4096, answer=48),
+}
 """On a card few chunk lengths, because cuDNN plans each anew, and the pool that is its default. A context of 131,072
 tokens would take half a minute more on an H200: predictions go there by bytes.
 """
 FEW = 128
 """Tokens of the shortest context."""
+EXACT = RecallParams(prefill="exact")
 
 
 @dataclass(frozen=True)
@@ -55,14 +56,18 @@ class Run:
     """Seconds of one request: of each whole chunk by the tokens before its middle, of each later token."""
 
     chunks: tuple[tuple[float, float], ...]
-    token: float
+    steps: tuple[float, ...]
     first: float
     computed: int
     fetched: int  # layer pages
 
+    @property
+    def token(self) -> float:
+        return quick(self.steps) if self.steps else 0.0
+
     def quicker(self, again: Run) -> Run:
-        """With the token of the quicker of two: they lie apart, so a burst of others' work disturbs one."""
-        return replace(self, token=min(self.token, again.token))
+        """With the tokens of the quicker of two: they lie apart, so a burst of others' work disturbs one."""
+        return replace(self, steps=min(self, again, key=lambda run: run.token).steps)
 
 
 @dataclass(frozen=True)
@@ -99,15 +104,8 @@ class Sample:
 
 
 def sample(model: LoadedModel, lengths: Lengths, page: float = 0.0) -> Sample:
-    """page: seconds in which a layer's page is fetched, on a card."""
-    config = EngineConfig(
-        model="",
-        max_context=lengths.long + 1024,
-        kv_capacity=lengths.pool,
-        prefill_chunk=lengths.chunk,
-        device_profile="off",
-    )
-    engine = Engine(config, model)
+    """page: seconds in which a layer's page is fetched."""
+    engine = opened(model, lengths, lengths.pool)
     runs, turns = {}, {}
     try:
         engine.unpinned(wait=True)
@@ -116,11 +114,10 @@ def sample(model: LoadedModel, lengths: Lengths, page: float = 0.0) -> Sample:
         for tokens in lengths.contexts:
             runs[tokens] = _run(engine, tokens, lengths.answer)
             turns[tokens] = _turn(engine, tokens)
-            if _on_card(engine):
-                runs[tokens] = runs[tokens].quicker(_again(engine, tokens, lengths.answer))
+            runs[tokens] = runs[tokens].quicker(_again(engine, tokens, lengths.answer))
     finally:
         engine.close()
-    slope, chunk = _line([*runs[lengths.long].chunks, *runs[lengths.short].chunks])
+    slope, chunk = line([*runs[lengths.long].chunks, *runs[lengths.short].chunks])
     return Sample(
         model.config.layers,
         {tokens: run.token - head for tokens, run in runs.items()},
@@ -133,47 +130,53 @@ def sample(model: LoadedModel, lengths: Lengths, page: float = 0.0) -> Sample:
     )
 
 
-def _run(engine: Engine, tokens: int, answer: int) -> Run:
-    """A fresh exact prefill and an answer of so many tokens.
+def opened(model: LoadedModel, lengths: Lengths, pool: int) -> Engine:
+    """An engine over the model with a pool of so many tokens."""
+    context, chunk = max(lengths.contexts) + 1024, lengths.chunk
+    return Engine(
+        EngineConfig(
+            model="", max_context=context, kv_capacity=min(pool, context), prefill_chunk=chunk, device_profile="off"
+        ),
+        model,
+    )
 
-    On a card it is asked for again: the first answer fetches its selection while it is written, and captures graphs.
+
+def _run(engine: Engine, tokens: int, answer: int) -> Run:
+    """A fresh exact prefill and an answer of so many tokens, which is asked for again: the first one fetches its
+    selection while it is written, and captures graphs.
     """
     engine.forget()
-    run = _asked(engine, tokens, answer, RecallParams(prefill="exact"))
-    return replace(run, token=_again(engine, tokens, answer).token) if _on_card(engine) else run
+    return replace(timed(engine, filler(tokens), answer, EXACT), steps=_again(engine, tokens, answer).steps)
 
 
 def _again(engine: Engine, tokens: int, answer: int) -> Run:
-    return _asked(engine, tokens, answer, RecallParams())
-
-
-def _asked(engine: Engine, tokens: int, answer: int, recall: RecallParams) -> Run:
-    return _timed(engine, filler(tokens), SamplingParams(max_tokens=answer, ignore_eos=True), recall)
+    return timed(engine, filler(tokens), answer)
 
 
 def _turn(engine: Engine, tokens: int, rounds: int = 5) -> Run:
-    """One of some further turns over the context that `_run` left behind: a quick one, on a card the median.
+    """The median of some further turns over the context that `_run` left behind.
 
-    Each computes half a page beside its own tokens, as turns that begin anywhere do. Over the pool each goes on from
-    the one before, and fetches what a conversation does; within it all are of one length, which cuDNN plans once.
+    Over the pool each goes on from the one before, and fetches what a conversation does; within it all are of one
+    length, which cuDNN plans once.
     """
-    ask, spare = SamplingParams(max_tokens=1, ignore_eos=True), 2 if _on_card(engine) else 1
-    text, asked = filler(tokens + PAGE // 2), []
+    text, asked, spare = after(tokens), [], 2
     for n in range(rounds + spare):
         asked.append(f"{text} {filler(QUESTION, after=n + 1)}")
         text = asked[-1] if tokens > engine.capacity.pool_pages * PAGE else text
-    runs = sorted([_timed(engine, text, ask, RecallParams()) for text in asked][spare:], key=lambda run: run.first)
-    return runs[rounds // 2 if _on_card(engine) else rounds // 4]
+    return sorted([timed(engine, text, 1) for text in asked][spare:], key=lambda run: run.first)[rounds // 2]
 
 
-def _on_card(engine: Engine) -> bool:
-    return engine.model.transformer.device.type == "cuda"
+def after(tokens: int) -> str:
+    """What a further turn goes on from: half a page of it is computed anew, as in turns that begin anywhere."""
+    return filler(tokens + PAGE // 2)
 
 
-def _timed(engine: Engine, text: str, sampling: SamplingParams, recall: RecallParams) -> Run:
+def timed(engine: Engine, text: str, answer: int, recall: RecallParams | None = None) -> Run:
+    """A request for so many tokens."""
     chunks, tokens, result = [], [], None
     clock, done = own_clock(engine.model.transformer.device), 0
-    prepared = engine.prepare(text, sampling, recall)
+    sampling = SamplingParams(max_tokens=answer, ignore_eos=True)
+    prepared = engine.prepare(text, sampling, recall or RecallParams())
     began = before = clock()
     for event in engine.generate(prepared):
         now = clock()
@@ -187,9 +190,8 @@ def _timed(engine: Engine, text: str, sampling: SamplingParams, recall: RecallPa
         elif isinstance(event, Result):
             result = event
     assert result is not None
-    steps = [later - earlier for earlier, later in pairwise(tokens)]
-    step = quick(steps) if steps else 0.0
-    return Run(tuple(chunks), step, tokens[0] - began, result.usage.computed, result.recall.layer_pages_fetched)
+    steps = tuple(later - earlier for earlier, later in pairwise(tokens))
+    return Run(tuple(chunks), steps, tokens[0] - began, result.usage.computed, result.recall.layer_pages_fetched)
 
 
 def head_seconds(head: Tensor) -> float:
@@ -198,7 +200,7 @@ def head_seconds(head: Tensor) -> float:
     return median_seconds(lambda: linear(row, head).float(), head.device, 21)
 
 
-def _line(points: list[tuple[float, float]]) -> tuple[float, float]:
+def line(points: list[tuple[float, float]]) -> tuple[float, float]:
     """Slope and intercept: the median of all pairs' slopes, so that one interrupted chunk doesn't tilt it."""
     slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in combinations(points, 2) if a[0] != b[0]]
     slope = max(LEAST, statistics.median(slopes))

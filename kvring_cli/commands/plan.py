@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from engine.platform import Facts
     from kvring_cli.engines import Choice
     from kvring_cli.forecast import Forecast
+    from kvring_cli.measured import Measured
     from kvring_cli.planning import Plan
 
 
@@ -85,7 +86,10 @@ def plan(
             measured = run(model, config, made, progress)
     if as_json:
         body = {**made.as_json(), "engine": engine.engine, "forecast": _forecast(forecast)}
-        console.write_json(body | ({"measured": vars(measured)} if measured else {}))
+        if measured is not None:
+            told = vars(measured.predicted(forecast.at)) if forecast.at else None
+            body["measured"] = {**vars(measured), "prediction": told}
+        console.write_json(body)
     else:
         for line in _lines(made, config):
             console.write(line + "\n")
@@ -177,25 +181,31 @@ def _pool_arithmetic(config: EngineConfig, pages: int) -> str:
     return f"{window}/64 + {config.prefill_chunk}/64 + {SLACK}" if asked == pages else "cut to the trained context"
 
 
-def _predicted(forecast: Forecast, measured: Any) -> None:
+def _predicted(forecast: Forecast, measured: Measured | None) -> None:
     if forecast.prediction is None:
         console.write(f"predicted unknown: {forecast.origin}\n")
+    else:
+        found = forecast.prediction
+        console.write(
+            f"predicted prefill {found.prefill_seconds:,.3g} s ({found.prefill_rate:,.0f} tokens/s, exact)\n"
+            f"          decode {found.decode_rate:,.3g} tokens/s\n"
+            f"          second turn {found.second_turn_seconds:,.3g} s to the first token, 64 new ones\n"
+            f"          from {forecast.origin}\n"
+        )
+    if measured is None:
         return
-    found = forecast.prediction
-    rows = (
-        ("prefill", found.prefill_seconds, "s", f" ({found.prefill_rate:,.0f} tokens/s, exact)"),
-        ("decode", found.decode_rate, "tokens/s", ""),
-        ("second turn", found.second_turn_seconds, "s", " to the first token, 64 new ones"),
-    )
-    for number, (name, value, unit, more) in enumerate(rows):
-        line = f"{'predicted' if not number else '':<10}{name} {value:,.3g} {unit}{more}"
-        if measured is not None:
-            real = (measured.prefill_seconds, measured.decode_rate, measured.second_turn_seconds)[number]
-            line += f" | measured {real:,.3g} {unit}, ratio {value / real:.2f}"
-        console.write(line + "\n")
-    console.write(f"{'':<10}from {forecast.origin}\n")
-    if measured is not None:
-        console.write(f"{'':<10}{measured.clock}\n")
+    told = measured.predicted(forecast.at) if forecast.at else None
+    head = "measured  "
+    for what, field, unit in (
+        (f"prefill of {measured.prompt:,} tokens", "prefill_seconds", "s"),
+        ("decode after them", "decode_rate", "tokens/s"),
+        (f"second turn after {measured.conversation:,} tokens", "second_turn_seconds", "s"),
+    ):
+        real = getattr(measured, field)
+        beside = f"; predicted {getattr(told, field):,.3g}, ratio {getattr(told, field) / real:.2f}" if told else ""
+        console.write(f"{head}{what} {real:,.3g} {unit}{beside}\n")
+        head = " " * len(head)
+    console.write(f"{head}by {measured.clock}\n")
 
 
 def _forecast(forecast: Forecast) -> dict[str, Any]:
