@@ -252,6 +252,7 @@ def test_the_strip_marks_the_pages_that_were_selected_most_and_says_of_the_other
 @pytest.mark.skipif(os.name == "nt", reason="signals are sent otherwise there")
 def test_ctrl_c_while_the_command_is_imported_prints_no_trace():
     code = "import builtins, os, signal, sys\nreal = builtins.__import__\n"
+    code += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a job in the background is born without
     code += "def stopping(name, *rest):\n    if name == 'typer':\n        os.kill(os.getpid(), signal.SIGINT)\n"
     code += "    return real(name, *rest)\nbuiltins.__import__ = stopping\n"
     code += "from kvring_cli.__main__ import main\nmain()"

@@ -19,7 +19,7 @@ FEW = 96
 """Rows of x up to which it is faster than dequantising and multiplying: 28 us a row of 1,536 x 768, and 1.9 ms + 12 us
 a row (an EPYC core)."""
 BLOCK = 64
-"""Rows that torch's kernel packs together; a piece of the matrix is a number of blocks."""
+"""A piece of the matrix is a number of so many rows: torch's kernel packs 64 of them together, or 32 with AVX2."""
 
 
 @dataclass(frozen=True)
@@ -75,21 +75,26 @@ def stack_four_bit(pieces: Sequence[FourBit]) -> FourBit:
 
 @cache
 def order() -> Tensor | None:
-    """int64 [64]: where each row of a block lies among its nibbles, low halves first; None where there is no kernel.
+    """int64 [64 or 32]: where each row of what is packed together lies among its nibbles, low halves first; None where
+    there is no kernel, or where it packs in no such order.
 
     It depends on the processor, so it is read off what the kernel makes of numbered rows.
     """
     if not hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu"):
         return None
-    number = torch.arange(BLOCK, dtype=torch.uint8)[:, None].expand(BLOCK, GROUP)
-    low, high = (_nibbles(_pack(digit.contiguous()).view(1, GROUP, BLOCK // 2)) for digit in (number & 15, number >> 4))
-    found = (low | high << 4)[0].long()
-    return torch.argsort(found[0]) if bool((found == found[0]).all()) else None
+    for together in (BLOCK, BLOCK // 2):
+        number = torch.arange(together, dtype=torch.uint8)[:, None].expand(together, GROUP)
+        digits = (_pack(digit.contiguous()).view(GROUP, together // 2) for digit in (number & 15, number >> 4))
+        low, high = map(_nibbles, digits)
+        found = (low | high << 4).long()
+        if bool((found == found[0]).all()) and found[0].sort().values.tolist() == list(range(together)):
+            return torch.argsort(found[0])
+    return None
 
 
 @cache
 def _in_order() -> bool:
-    return order().tolist() == list(range(BLOCK))
+    return order().tolist() == list(range(len(order())))
 
 
 def _scales(scale: Tensor, centre: Tensor) -> Tensor:
@@ -106,14 +111,15 @@ def _nibbles(blocks: Tensor) -> Tensor:
 
 
 def _unpack(packed: Tensor, rows: slice | Tensor) -> Tensor:
-    columns = 2 * packed.shape[1]
-    blocks = packed.view(-1, columns, BLOCK // 2)
+    columns, together = 2 * packed.shape[1], len(order())
+    half = together // 2
+    blocks = packed.view(-1, columns, half)
     if isinstance(rows, slice):
         first, last, _ = rows.indices(packed.shape[0])
-        chosen = _nibbles(blocks[first // BLOCK : -(-last // BLOCK)])
+        chosen = _nibbles(blocks[first // together : -(-last // together)])
         if not _in_order():
             chosen = chosen[..., order()]
         return chosen.transpose(1, 2).reshape(-1, columns)[: last - first]
-    place = order()[rows % BLOCK]
-    half = blocks[rows // BLOCK, :, place % (BLOCK // 2)]
-    return (half >> (place // (BLOCK // 2) * 4)[:, None].to(torch.uint8)) & 15
+    place = order()[rows % together]
+    byte = blocks[rows // together, :, place % half]
+    return (byte >> (place // half * 4)[:, None].to(torch.uint8)) & 15

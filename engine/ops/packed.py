@@ -204,7 +204,7 @@ class Mixed:
 
 def takes_four_bit(kind: QuantType, dtype: torch.dtype) -> bool:
     """Whether torch's 4-bit product for CPUs computes with such a matrix, and fast: not in other dtypes, and not where
-    it packs in an order that isn't known here (AVX2).
+    this processor has none.
     """
     fits = kind.group == GROUP and not kind.table and kind.step == 1 and dtype == torch.bfloat16
     return fits and order() is not None
