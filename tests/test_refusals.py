@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.config import EngineConfig, RecallParams, SamplingParams
+from engine.config import PAGE, EngineConfig, RecallParams, SamplingParams
 from engine.engine import Engine
 from engine.errors import ConfigError, EngineError, ModelError, OutOfMemoryError, RequestError, TooLittleMemory
 from engine.kv.budget import Memory, plan_capacity
@@ -32,6 +33,24 @@ def plan(config=BASE, ram=64 * GIB, device=24 * GIB, weights=5 * GIB, digest=0, 
         staging_pages=64,
         token_bytes=token,
     )
+
+
+@given(st.integers(5, 12), st.sampled_from([256, 1024, 4096, 8192]), st.sampled_from([0, 9216, 18_432]))
+def test_a_pool_that_is_advised_is_one_that_starts(memory, chunk, digest):
+    """ "4416 is the largest pool that fits" met "too small: 4672 or more", and that the first one again."""
+    config = replace(BASE, prefill_chunk=chunk, max_context=131_072)
+    sizes = {"device": memory * GIB, "digest": digest, "token": 192 * 1024}
+    try:
+        plan(config, **sizes)
+    except TooLittleMemory as error:
+        told = dict(re.findall(r"--(kv-capacity|prefill-chunk) (\d+)", error.fix))
+        assert "kv-capacity" in told or "smaller model" in error.fix
+        if "kv-capacity" in told:
+            tokens, chunk = int(told["kv-capacity"]), int(told.get("prefill-chunk", chunk))
+            fits = replace(config, kv_capacity=tokens, prefill_chunk=chunk)
+            assert plan(fits, **sizes).pool_pages * PAGE == tokens
+            with pytest.raises(TooLittleMemory):
+                plan(replace(fits, kv_capacity=tokens + PAGE), **sizes)
 
 
 def test_the_arithmetic_of_the_capacity_table():

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from engine.config import PAGE, SLACK, EngineConfig
 from engine.errors import ConfigError, TooLittleMemory
 from engine.kv.page import KVShape, page_count
-from engine.kv.share import WORKING, WindowBudget, share_window
+from engine.kv.share import WindowBudget, least_pages, share_window
 from engine.units import GIB, MIB, format_bytes
 
 DEFAULT_WINDOW = 16384
@@ -267,7 +267,7 @@ def _check_device(config: EngineConfig, shape: KVShape, memory: Memory, capacity
             f"{_more('a step of prefill', capacity.workspace_bytes)}"
             f"{_more('layers that slide', capacity.tail_bytes)} = {format_bytes(capacity.device_bytes)} exceed the "
             f"device's {format_bytes(limit)}",
-            _smaller_device(shape, capacity, limit, ring_digests),
+            _smaller_device(config, shape, capacity, limit, ring_digests),
         )
 
 
@@ -287,12 +287,18 @@ def _smaller_context(shape: KVShape, capacity: Capacity, room: int) -> str:
     return f"--max-context {max(0, pages) * PAGE} is the largest that fits" if pages > 0 else "a smaller --kv-capacity"
 
 
-def _smaller_device(shape: KVShape, capacity: Capacity, limit: int, digests: int) -> str:
+def _smaller_device(config: EngineConfig, shape: KVShape, capacity: Capacity, limit: int, digests: int) -> str:
     """`digests`: what they take once the pool is smaller than the context, which this advice makes it."""
-    fixed = capacity.weight_bytes + capacity.staging_bytes + capacity.workspace_bytes + capacity.tail_bytes + digests
-    pool = (limit - fixed) // shape.page_bytes
-    if pool > capacity.window.sink + 1 + WORKING:
-        return f"--kv-capacity {pool * PAGE} is the largest pool that fits"
+    fixed = capacity.weight_bytes + capacity.staging_bytes + capacity.tail_bytes + digests
+    asked = chunk = min(config.prefill_chunk, capacity.context)
+    workspace = capacity.workspace_bytes
+    while chunk >= PAGE:  # a pool must hold a chunk: where the rest is too small for one, smaller chunks leave more
+        pool = (limit - fixed - workspace) // shape.page_bytes
+        if pool >= least_pages(config.sink, chunk):
+            smaller = f"--prefill-chunk {chunk} " if chunk < asked else ""
+            return f"{smaller}--kv-capacity {pool * PAGE} is the largest pool that fits"
+        workspace = min(workspace, PRODUCT_BYTES) + (workspace - min(workspace, PRODUCT_BYTES)) // 2
+        chunk //= 2
     if capacity.weight_bytes >= limit:
         return "--weights q4_k, if these are plain ones, or a smaller model: they alone are more than that"
     alone = f"weights and digests alone take {format_bytes(fixed)}"

@@ -52,11 +52,16 @@ class WindowBudget:
         return max(1, (self.pool - self.always - self.free - 2) // 2) * PAGE
 
 
+def least_pages(sink_tokens: int, chunk_tokens: int) -> int:
+    """Of a pool: sink, open page, chunk and working pages."""
+    return -(-sink_tokens // PAGE) + 1 + -(-chunk_tokens // PAGE) + WORKING
+
+
 def share_window(pool: int, sink_tokens: int, share: int, chunk_tokens: int, retrieve: str | int) -> WindowBudget:
     """Split `pool` pages; ConfigError when sink, open page, chunk and working pages do not fit in it."""
     sink = -(-sink_tokens // PAGE)
     chunk = -(-chunk_tokens // PAGE)
-    least = sink + 1 + chunk + WORKING
+    least = least_pages(sink_tokens, chunk_tokens)
     if pool < least:
         raise ConfigError(
             f"a pool of {pool} pages ({pool * PAGE:,} tokens) is too small: sink {sink} + open 1 + chunk {chunk} + "
