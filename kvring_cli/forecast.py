@@ -44,7 +44,7 @@ def forecast(plan: Plan, config: EngineConfig, rates: Mapping[str, Bands], origi
     if not rates:
         return Forecast(None, origin)
     if plan.shape.sliding_layers and plan.place.device is not None:
-        return Forecast(None, "layers that slide were never timed on a card")
+        return Forecast(None, "layers that slide are none of what a card's rates were timed on")
     seen = capacity.pool_pages - capacity.window.free if capacity.ring else capacity.pool_pages
     measured = [kind.removeprefix("product/") for kind in rates if kind.startswith("product/")]
     work, note = work_of(plan.shape, plan.place, plan.weight_bits, config.weights, measured)

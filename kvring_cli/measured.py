@@ -17,7 +17,7 @@ from kvring_cli.planning import Plan
 from kvring_cli.predict import QUESTION, Prediction
 
 _ANSWER, _TURNS = 48, 5
-_ROUNDS, _ENOUGH = 4, 20.0
+_ROUNDS, _ENOUGH = 8, 30.0
 """No further round is begun after so many seconds."""
 _EXACT = RecallParams(prefill="exact")
 

@@ -205,10 +205,10 @@ def test_without_a_measured_card_there_are_no_times(monkeypatch):
 
 @pytest.mark.parametrize(
     ("context", "chunk", "prefill", "decode", "second"),
-    [(32_768, 4096, 22_777, 148.9, 0.0358), (131_072, 8192, 10_739, 129.2, 0.061), (262_144, 8192, None, 129.4, None)],
+    [(32_770, 4096, 21_702, 163, 0.032), (131_098, 8192, 9931, 145, 0.058), (262_144, 8192, None, 129.4, None)],
 )
 def test_the_h200s_row_predicts_what_was_measured_there(context, chunk, prefill, decode, second):
-    """`kvring bench rates -m random:qwen3-8b --kv-capacity 17920`, in other runs of the day when the row was made."""
+    """`kvring plan random:qwen3-8b --measure`, in the call that made the row; the longest by `bench rates`, earlier."""
     row = next(row for row in built_in() if row.hardware_class == "nvidia-h200-sm90")
     work = Work.of(PUBLISHED["qwen3-8b"], torch.bfloat16, four_bit=False)
     told = predict(work, row.rates, context=context, pool=17_920, window=17_664, selection=8960, chunk=chunk)

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
-from torch import Tensor
 
 from engine.config import PAGE
 from engine.model.load import LoadedModel
 from engine.recall.recall import QUERY_ROWS
 from engine.routes import Bands
 from kvring_cli.calibration.links import gather
-from kvring_cli.calibration.rounds import sample_in_rounds
-from kvring_cli.calibration.samples import FEW, LEAST, LENGTHS, Lengths, head_seconds, sample
-from kvring_cli.calibration.standin import CPU_SIZES, CUDA_SIZES, shallower, stand_in, work_of
+from kvring_cli.calibration.rounds import samples_in_rounds
+from kvring_cli.calibration.samples import FEW, LEAST, LENGTHS, Lengths, Sample, sample
+from kvring_cli.calibration.standin import CPU_SIZES, CUDA_SIZES, Size, shallower, stand_in, work_of
 from kvring_cli.predict import Work, new_pages
 
-Points = list[tuple[str, float, float]]
+Point = tuple[str, float, float]
 """Rate's name, amount of work, amount a second."""
-
+Points = list[Point]
 
 SHALLOW = 2
 """Layers of the second stand-in of each size on a card."""
@@ -30,43 +30,59 @@ def cases(device: torch.device, *, smallest: bool = False) -> Iterator[tuple[str
     from engine.device import cpu_multiplies_bfloat16
 
     if device.type == "cuda":
-        forms = [(torch.bfloat16, False)]
-    else:
-        forms = [(torch.float32, False)] + ([(torch.bfloat16, True)] if cpu_multiplies_bfloat16() else [])
-    sizes = CPU_SIZES if device.type == "cpu" else CUDA_SIZES
-    for dtype, four_bit in forms[:1] if smallest else forms:
-        for size in sizes[:1] if smallest else sizes:
-
-            def measure(size=size, dtype=dtype, four_bit=four_bit) -> Points:
-                model = stand_in(size, device, dtype, four_bit=four_bit)
-                work = work_of(model, four_bit=four_bit)
-                size = int(work.window_bytes(PAGE))
-                page = size / gather(device, size) if device.type == "cuda" else None
-                return list(points(model, work, LENGTHS[device.type], page))
-
-            yield f"{size.layers} layers of {size.hidden}, {str(dtype).removeprefix('torch.')}", measure
+        for size in CUDA_SIZES:
+            yield f"{size.layers} layers of {size.hidden}, bfloat16", partial(_of_card, size, device)
+        return
+    sizes = CPU_SIZES[:1] if smallest else CPU_SIZES
+    for dtype, four_bit in [(torch.float32, False)] + ([(torch.bfloat16, True)] if cpu_multiplies_bfloat16() else []):
+        what = f"{', '.join(str(size.hidden) for size in sizes)} wide, {str(dtype).removeprefix('torch.')}, in rounds"
+        yield what, partial(_of_processor, sizes, dtype, four_bit)
 
 
-def points(
-    model: LoadedModel, work: Work, lengths: Lengths, page: float | None = None
-) -> Iterator[tuple[str, float, float]]:
-    """(rate's name, amount of work, amount a second) of one size.
+def _of_card(size: Size, device: torch.device) -> Points:
+    model = stand_in(size, device, torch.bfloat16)
+    work = work_of(model)
+    page = int(work.window_bytes(PAGE))
+    return list(card_points(model, work, LENGTHS["cuda"], page / gather(device, page)))
 
-    page: seconds in which a layer's page is fetched, on a card. There the size is measured beside a shallower one,
-    because a step costs as much beside its layers as some layers do: two depths tell them apart.
+
+def _of_processor(sizes: Sequence[Size], dtype: torch.dtype, four_bit: bool) -> Points:
+    models, lengths = [stand_in(size, torch.device("cpu"), dtype, four_bit=four_bit) for size in sizes], LENGTHS["cpu"]
+    samples = samples_in_rounds(models, lengths)
+    works = [work_of(model, four_bit=four_bit) for model in models]
+    return [point for work, one in zip(works, samples, strict=True) for point in processor_points(work, lengths, one)]
+
+
+def card_points(model: LoadedModel, work: Work, lengths: Lengths, page: float) -> Iterator[Point]:
+    """page: seconds in which a layer's page is fetched.
+
+    Measured beside a shallower one, because a step costs as much beside its layers as some layers do: two depths tell
+    them apart.
     """
-    deep, dtype = sample_in_rounds(model, lengths) if page is None else sample(model, lengths, page), work.dtype
-    per, layers = deep, deep.layers
-    if page is not None:
-        shallow = sample(shallower(model, SHALLOW), lengths, page)
-        per = deep.less(shallow)
-        layers = per.layers
-        for name, whole, each in (("step", shallow.token, per.token), ("turn_start", shallow.first, per.first)):
-            for tokens in whole:
-                yield f"{name}/{dtype}", *_rate(tokens, whole[tokens] - SHALLOW / layers * each[tokens])
-    else:
-        yield head_rate(model.transformer.weights.head, dtype)
+    deep, shallow = (sample(one, lengths, page) for one in (model, shallower(model, SHALLOW)))
+    per = deep.less(shallow)
+    for name, whole, each in (("step", shallow.token, per.token), ("turn_start", shallow.first, per.first)):
+        for tokens in whole:
+            yield f"{name}/{work.dtype}", *_rate(tokens, whole[tokens] - SHALLOW / per.layers * each[tokens])
+    yield from _points(work, lengths, per)
+    # Other kernels read a question over cold pages than within the pool: what they take is known as a whole.
+    scoring = per.slope / lengths.chunk * QUERY_ROWS / 2 * (lengths.short + lengths.long) / 2 / per.layers
+    turn = sum(_turns(lengths, per)) / 2 - scoring
+    yield f"turn_layer/{work.dtype}", *_rate(work.layer_flops(per.computed), turn)
+    cold = work.window_bytes(new_pages(deep.selection, lengths.pool, lengths.long))
+    yield f"turn_fetch/{work.dtype}", *_rate(cold, page * deep.fetched[lengths.long] / deep.layers)
 
+
+def processor_points(work: Work, lengths: Lengths, per: Sample) -> Iterator[Point]:
+    yield f"head/{work.dtype}", *_rate(work.head_size, per.head)
+    yield from _points(work, lengths, per)
+    for tokens, turn in zip((lengths.short, lengths.long), _turns(lengths, per), strict=True):
+        yield f"turn/{work.dtype}", *_rate(work.scores(tokens), turn - per.first[FEW] / per.layers)
+
+
+def _points(work: Work, lengths: Lengths, per: Sample) -> Iterator[Point]:
+    """Of what both measure."""
+    dtype, layers = work.dtype, per.layers
     yield f"layer/{dtype}", *_rate(work.layer_flops(lengths.chunk), per.chunk / layers)
     keys = lengths.long / 2
     yield f"attend/{dtype}", *_rate(work.attend_flops(lengths.chunk, keys), per.slope * keys / layers)
@@ -82,26 +98,13 @@ def points(
     window = byte * work.window_bytes(lengths.pool - 4 * PAGE)
     for tokens in (lengths.short, lengths.long):
         yield f"score_row/{dtype}", *_rate(work.scores(tokens), per.token[tokens] / layers - row - window)
-
-    small = per.first[FEW] / layers
-    yield f"layer/{dtype}", *_rate(work.layer_flops(per.computed), small)
-    pair = per.slope / lengths.chunk  # seconds of one row's attention to one key
-    window = pair * per.computed * (lengths.pool - 4 * PAGE)
-    short, long = ((per.first[tokens] - window) / layers for tokens in (lengths.short, lengths.long))
-    if page is None:
-        yield f"turn/{dtype}", *_rate(work.scores(lengths.short), short - small)
-        yield f"turn/{dtype}", *_rate(work.scores(lengths.long), long - small)
-        return
-    # Other kernels read a question over cold pages than within the pool: what they take is known as a whole.
-    scoring = pair * QUERY_ROWS / 2 * (lengths.short + lengths.long) / 2 / layers
-    yield f"turn_layer/{dtype}", *_rate(work.layer_flops(per.computed), (short + long) / 2 - scoring)
-    cold = work.window_bytes(new_pages(deep.selection, lengths.pool, lengths.long))
-    yield f"turn_fetch/{dtype}", *_rate(cold, page * deep.fetched[lengths.long] / deep.layers)
+    yield f"layer/{dtype}", *_rate(work.layer_flops(per.computed), per.first[FEW] / layers)
 
 
-def head_rate(head: Tensor, dtype: str) -> tuple[str, float, float]:
-    """The rate of an output matrix [vocab, hidden] over one row."""
-    return f"head/{dtype}", *_rate(head.nbytes, head_seconds(head))
+def _turns(lengths: Lengths, per: Sample) -> tuple[float, float]:
+    """Seconds of a layer in second turns over the two contexts beyond the pool, without attention to the window."""
+    window = per.slope / lengths.chunk * per.computed * (lengths.pool - 4 * PAGE)
+    return (per.first[lengths.short] - window) / per.layers, (per.first[lengths.long] - window) / per.layers
 
 
 def _rate(amount: float, seconds: float) -> tuple[float, float]:

@@ -84,6 +84,7 @@ class Sample:
     computed: int  # tokens of a second turn
     fetched: Mapping[int, int]  # layer pages of a second turn
     selection: int  # tokens that recall may choose
+    head: float  # seconds of the output matrix, once a step
 
     def less(self, other: Sample) -> Sample:
         """What it takes for the layers that it has more."""
@@ -100,6 +101,7 @@ class Sample:
             self.computed,
             {tokens: self.fetched[tokens] - other.fetched[tokens] for tokens in self.fetched},
             self.selection,
+            self.head,
         )
 
 
@@ -127,6 +129,7 @@ def sample(model: LoadedModel, lengths: Lengths, page: float = 0.0) -> Sample:
         turns[FEW].computed,
         {tokens: turn.fetched for tokens, turn in turns.items()},
         engine.capacity.window.selection * PAGE,
+        head,
     )
 
 
