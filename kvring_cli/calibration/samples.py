@@ -29,7 +29,7 @@ class Lengths:
 
     dense: int = 4608
     short: int = 3072
-    long: int = 6144
+    long: int = 9216
     pool: int = 2048
     chunk: int = 512
     answer: int = 12
