@@ -21,7 +21,7 @@ from engine.platform import Console, Driver, HostMemory, Package, TorchBuild
 from engine.trials import Trials, try_apart
 from engine.units import GIB
 from kvring_cli.app import call
-from kvring_cli.doctor import examine, exit_code
+from kvring_cli.doctor import examine, exit_code, software
 from kvring_cli.models import CATALOGUE, Published, resolve
 from tests.gguf_models import save_gguf
 from tests.machines import A4000_TCC, RTX_3060, laptop, linux_server, windows_pc
@@ -47,6 +47,25 @@ def test_a_healthy_machine_passes(machine):
     found = checks(machine())
     assert exit_code(found) == 0
     assert {finding.name for finding in found if finding.status == "unknown"} <= {"pcie"}
+
+
+def test_what_the_server_needs_is_imported_and_not_only_looked_for(tmp_path):
+    """fastapi was there and lacked a package of its own: the server ended and pointed to doctor, who found nothing."""
+    (tmp_path / "fastapi").mkdir()
+    (tmp_path / "fastapi" / "__init__.py").write_text("import a_package_that_nobody_has")
+    environ = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "-m", "kvring_cli.app", "doctor", "--port", "1", "--json"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True)
+    (found,) = [one for one in json.loads(done.stdout)["checks"] if one["name"] == "packages"]
+    assert done.returncode == 1 and found["status"] == "fail" and "a_package_that_nobody_has" in found["detail"]
+    assert found["fix"] == "pip install --force-reinstall fastapi"
+
+
+def test_every_package_that_is_declared_is_tried():
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has none")
+    declared = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]["dependencies"]
+    names = {re.match(r"[\w-]+", line)[0] for line in declared}
+    assert set(software.PACKAGES) == names - {"torch", "triton-windows"}, "those have findings of their own"
 
 
 def test_wddm_and_tcc_are_told_apart():

@@ -1,8 +1,9 @@
-"""Python, torch, its CUDA, triton and the driver: do they go together?"""
+"""Python, torch, its CUDA, triton, the driver and the packages: are they there, and do they go together?"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
 
 from engine.platform import Facts
 from engine.platform.nvidia import NO_DRIVER
@@ -19,6 +20,24 @@ KNOWN_PAIRS = {"2.6": "3.2", "2.7": "3.3", "2.8": "3.4", "2.9": "3.5", "2.10": "
 KNOWN_PAIRS |= {"2.12": "3.7", "2.13": "3.7"}
 """torch and the triton that it was released with, where torch itself doesn't say (triton-windows)."""
 PYTHONS = ((3, 10), (3, 13))
+PACKAGES = {
+    "numpy": "numpy",
+    "tokenizers": "tokenizers",
+    "safetensors": "safetensors",
+    "gguf": "gguf",
+    "jinja2": "jinja2",
+    "typer": "typer",
+    "rich": "rich",
+    "pyyaml": "yaml",
+    "psutil": "psutil",
+    "nvidia-ml-py": "pynvml",
+    "platformdirs": "platformdirs",
+    "pathspec": "pathspec",
+    "fastapi": "fastapi",
+    "uvicorn": "uvicorn",
+    "prometheus-client": "prometheus_client",
+}
+"""What kvring needs beside torch and triton, and the modules of it."""
 _DRIVERS = "nvidia.com/drivers"
 _NO_LIBRARY = ("WinError 126", "WinError 127", "DLL load failed")
 _REDISTRIBUTABLE = "install Microsoft's Visual C++ Redistributable: https://aka.ms/vs/17/release/vc_redist.x64.exe"
@@ -30,6 +49,7 @@ def check(facts: Facts) -> Iterator[Finding]:
     yield _torch(facts)
     yield _triton(facts)
     yield _driver(facts)
+    yield _packages()
 
 
 def _python(facts: Facts) -> Finding:
@@ -100,6 +120,20 @@ def _driver(facts: Facts) -> Finding:
     compatible = bool(driver.cuda) and _number(driver.cuda or "") < _number(cuda)
     detail += f"; torch's CUDA {cuda} runs in compatibility" if compatible else ""
     return judge("driver", compatible, detail, f"a newer driver from {_DRIVERS}, if a kernel fails to load")
+
+
+def _packages() -> Finding:
+    """Each is imported: one may be there, and a package that it needs in turn be missing."""
+    broken = {}
+    for name, module in PACKAGES.items():
+        try:
+            import_module(module)
+        except Exception as error:  # a damaged one raises anything
+            broken[name] = f"{name} can't be imported ({' '.join(str(error).split()) or type(error).__name__})"
+    if not broken:
+        return Finding("packages", "ok", f"{len(PACKAGES)} can be imported")
+    fix = f"pip install --force-reinstall {' '.join(broken)}"
+    return Finding("packages", "fail", "; ".join(broken.values()), fix)
 
 
 def _number(version: str) -> tuple[int, ...]:
