@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from engine.config import PAGE, EngineConfig, RecallParams, SamplingParams
 from engine.engine import Engine
 from engine.errors import ConfigError, EngineError, ModelError, OutOfMemoryError, RequestError, TooLittleMemory
-from engine.kv.budget import Memory, plan_capacity
+from engine.kv.budget import Memory
 from engine.kv.longest import plan_within
 from engine.kv.page import KVShape
 from engine.units import GIB, MIB, format_bytes, parse_bytes, parse_tokens
@@ -23,7 +23,7 @@ BASE = EngineConfig(model="", max_context=262_144)
 
 
 def plan(config=BASE, ram=64 * GIB, device=24 * GIB, weights=5 * GIB, digest=0, trained=262_144, token=0):
-    return plan_capacity(
+    return plan_within(
         config,
         SHAPE,
         trained,
@@ -51,6 +51,35 @@ def test_a_pool_that_is_advised_is_one_that_starts(memory, chunk, digest):
             assert plan(fits, **sizes).pool_pages * PAGE == tokens
             with pytest.raises(TooLittleMemory):
                 plan(replace(fits, kv_capacity=tokens + PAGE), **sizes)
+
+
+@given(
+    st.integers(2, 12),
+    st.sampled_from([None, 4, 5]),
+    st.sampled_from([None, 4032, 20_032]),
+    st.sampled_from(["auto", "off"]),
+    st.sampled_from([None, "auto", 8 * GIB]),
+    st.sampled_from(["auto", 8192]),
+)
+def test_what_a_refusal_for_memory_advises_starts(ram, device, pool, ring, host, retrieve):
+    """On a CPU "--max-context N is the largest that fits" met the same error with another N, again and again."""
+    config = replace(BASE, max_context=40_960, kv_capacity=pool, ring=ring, host_kv_bytes=host, retrieve=retrieve)
+    sizes = {"ram": ram * GIB, "device": device and device * GIB, "weights": GIB if device else 0, "digest": 9216}
+    try:
+        plan(config, **sizes)
+    except TooLittleMemory as error:
+        told = {name.replace("-", "_"): int(value) for name, value in re.findall(r"--([a-z-]+) (\d+)", error.fix)}
+        if "leave --host-kv-gib out" in error.fix:
+            told["host_kv_bytes"] = None
+        if not told:
+            assert error.fix.startswith("free memory")
+            return
+        plan(replace(config, **told), **sizes)
+        if "is the largest that fits" in error.fix:
+            with pytest.raises(ConfigError):
+                plan(replace(config, max_context=told["max_context"] + PAGE), **sizes)
+    except ConfigError:
+        pass  # a setting is in the way, not memory
 
 
 def test_the_arithmetic_of_the_capacity_table():

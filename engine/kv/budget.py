@@ -20,6 +20,8 @@ RAM_HEADROOM = GIB
 """Host memory that is left alone: a recipe that left 0.5 GB free killed machines."""
 CONTEXTS = 4
 """Longest contexts that an automatic host store has room for: below that, conversations in turn evict each other."""
+SHORTER = "a smaller --max-context"
+"""The fix where a shorter context may fit: `longest.plan_within` puts the longest in its place, found by trying."""
 STORED_TOKENS = 262_144
 """More than so many it has no room for, if one context needs no more: each GiB costs RAM, and time at the start."""
 
@@ -130,16 +132,12 @@ def plan_capacity(
         host, host_reason = _automatic_host(logical, shape.page_bytes, digest_page, ram_room, spare)
     host_bytes = host * shape.page_bytes
     if host_bytes > ram_room:
-        # Where the device is the host, digests and pool lie in the same memory.
-        shared = memory.device is None
-        page = shape.page_bytes + (PAGE * digest_token_bytes if shared else 0)
-        fits = max(0, ram_room - (pool * shape.page_bytes if shared else 0)) // page * PAGE
         free = "RAM is free" if ram == memory.ram else "RAM is allowed"
         raise TooLittleMemory(
             f"the host store for {context:,} tokens needs {format_bytes(host_bytes)}; {format_bytes(ram)} of {free} "
             f"and {format_bytes(RAM_HEADROOM)} of it is left to the system"
             + (f", {format_bytes(beside)} to layers that slide" if beside else ""),
-            f"--max-context {fits} is the largest that fits" if fits else "free memory, or raise --ram-limit",
+            SHORTER,
         )
     # A pool that holds the whole context shares it out too, should a smaller request budget be asked for.
     if ring:
@@ -257,7 +255,7 @@ def _check_device(config: EngineConfig, shape: KVShape, memory: Memory, capacity
                 f"{_more('layers that slide', capacity.tail_bytes + capacity.snapshot_bytes)} "
                 f"exceed the {format_bytes(memory.ram)} of RAM that is free, {format_bytes(RAM_HEADROOM)} of it left "
                 "to the system",
-                _smaller_context(shape, capacity, memory.ram - RAM_HEADROOM - capacity.snapshot_bytes),
+                SHORTER,
             )
         return
     if capacity.device_bytes > limit:
@@ -281,25 +279,22 @@ def _device_limit(config: EngineConfig, memory: Memory) -> int | None:
     return min(limits, default=None)
 
 
-def _smaller_context(shape: KVShape, capacity: Capacity, room: int) -> str:
-    per_page = shape.page_bytes + capacity.digest_bytes // max(1, capacity.host_pages)
-    pages = (room - capacity.pool_bytes - capacity.staging_bytes - capacity.tail_bytes) // per_page
-    return f"--max-context {max(0, pages) * PAGE} is the largest that fits" if pages > 0 else "a smaller --kv-capacity"
-
-
 def _smaller_device(config: EngineConfig, shape: KVShape, capacity: Capacity, limit: int, digests: int) -> str:
     """`digests`: what they take once the pool is smaller than the context, which this advice makes it."""
+    if capacity.weight_bytes >= limit:
+        return "--weights q4_k, if these are plain ones, or a smaller model: they alone are more than that"
+    if config.ring == "off":
+        return SHORTER
     fixed = capacity.weight_bytes + capacity.staging_bytes + capacity.tail_bytes + digests
     asked = chunk = min(config.prefill_chunk, capacity.context)
+    recalled = config.retrieve if isinstance(config.retrieve, int) else 0
     workspace = capacity.workspace_bytes
     while chunk >= PAGE:  # a pool must hold a chunk: where the rest is too small for one, smaller chunks leave more
         pool = (limit - fixed - workspace) // shape.page_bytes
-        if pool >= least_pages(config.sink, chunk):
+        if pool >= least_pages(config.sink, max(chunk, recalled)):
             smaller = f"--prefill-chunk {chunk} " if chunk < asked else ""
             return f"{smaller}--kv-capacity {pool * PAGE} is the largest pool that fits"
         workspace = min(workspace, PRODUCT_BYTES) + (workspace - min(workspace, PRODUCT_BYTES)) // 2
         chunk //= 2
-    if capacity.weight_bytes >= limit:
-        return "--weights q4_k, if these are plain ones, or a smaller model: they alone are more than that"
     alone = f"weights and digests alone take {format_bytes(fixed)}"
     return f"{alone}: use a smaller model or --max-context, or --weights q4_k of a plain one"

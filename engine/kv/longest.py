@@ -8,28 +8,41 @@ from typing import Any
 
 from engine.config import PAGE, EngineConfig
 from engine.errors import KVRingError, TooLittleMemory
-from engine.kv.budget import Capacity, Memory, plan_capacity
+from engine.kv.budget import SHORTER, Capacity, Memory, plan_capacity
 from engine.kv.page import KVShape, page_count
 
 
 def plan_within(config: EngineConfig, shape: KVShape, trained_context: int, memory: Memory, **sizes: Any) -> Capacity:
     """`plan_capacity`; where no context is asked for and the trained one doesn't fit, of the longest that does, with a
-    note. ConfigError where a setting is in the way, or memory holds no context at all."""
+    note. ConfigError where a setting is in the way, or memory holds no context at all; where a shorter one would fit,
+    its fix names the longest."""
 
     def plan(settings: EngineConfig) -> Capacity:
         return plan_capacity(settings, shape, trained_context, memory, **sizes)
 
     try:
         return plan(config)
-    except TooLittleMemory:
-        if config.max_context is not None:
-            raise
-        tokens, _ = longest(plan, config, trained_context)
-        if not tokens:
-            raise
+    except TooLittleMemory as error:
+        tokens, _ = longest(plan, config, config.max_context or trained_context)
+        if config.max_context is not None or not tokens:
+            if error.fix != SHORTER:
+                raise
+            raise TooLittleMemory(error.message, _what_fits(plan, config, tokens, trained_context)) from None
     capacity = plan(replace(config, max_context=tokens))
     note = f"context {tokens:,} tokens: memory holds no more of the model's {trained_context:,} beside weights and pool"
     return replace(capacity, notes=(*capacity.notes, note))
+
+
+def _what_fits(plan: Callable[[EngineConfig], Any], config: EngineConfig, tokens: int, trained: int) -> str:
+    """tokens: the longest context with these settings; 0: none."""
+    if tokens:
+        return f"--max-context {tokens} is the largest that fits"
+    if isinstance(config.host_kv_bytes, int):  # it is taken whole, whatever the context
+        asked = config.max_context or trained
+        tokens, _ = longest(plan, replace(config, host_kv_bytes=None), asked)
+        if tokens:
+            return "leave --host-kv-gib out" + (f", and --max-context {tokens}" if tokens < asked else "")
+    return "free memory, raise --ram-limit, or a smaller --kv-capacity"
 
 
 def longest(plan: Callable[[EngineConfig], Any], config: EngineConfig, most: int) -> tuple[int, str]:
