@@ -104,6 +104,8 @@ def parse(text: str) -> list[DeviceProfile]:
 
 def check_kept(path: Path) -> None:
     """ConfigError where `save` could not write: a start that can't keep what it measures would measure every time."""
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder with a file's name", f"{SWITCH}=another file")
     text = _text(path, [])
     if text is not None and f"schema: {SCHEMA}\n" not in text and "kvring.device-profiles/" in text:
         raise ConfigError(f"{path} is another kvring's", f"{SWITCH}=another file")
@@ -125,8 +127,10 @@ def save(profile: DeviceProfile, path: Path) -> None:
         except ConfigError as error:
             if "schema" in error.message and "damaged" not in error.message and "kvring.device-profiles/" in text:
                 raise ConfigError(f"{path} is another kvring's: {error.message}", f"{SWITCH}=another file") from None
-            with contextlib.suppress(OSError):
-                os.replace(path, path.with_name(path.name + ".damaged"))
+            text = None
+    if text is None and path.is_file():  # damaged, or no UTF-8
+        with contextlib.suppress(OSError):
+            os.replace(path, path.with_name(path.name + ".damaged"))
     same = (profile.hardware_class, profile.multiprocessors)
     before = next((row for row in rows if (row.hardware_class, row.multiprocessors) == same), None)
     if before is not None and not profile.rates:  # only routes were measured anew

@@ -111,6 +111,9 @@ def test_a_newer_schema_is_not_overwritten_and_a_damaged_file_is_kept(tmp_path):
     save(ROW, path)
     assert look_up("some-cpu", 4, path).profile == ROW
     assert (tmp_path / "p.yaml.damaged").read_text() == "{"
+    path.write_text("{", encoding="utf-16")  # as Windows PowerShell's `>` writes it
+    save(ROW, path)
+    assert (tmp_path / "p.yaml.damaged").read_text(encoding="utf-16") == "{"
 
 
 def test_a_place_that_cannot_be_written_is_refused_with_the_switch(tmp_path):
@@ -118,6 +121,9 @@ def test_a_place_that_cannot_be_written_is_refused_with_the_switch(tmp_path):
     with pytest.raises(ConfigError) as refused:
         save(ROW, tmp_path / "file" / "p.yaml")
     assert "NINFER_DEVICE_PROFILES" in refused.value.fix
+    (tmp_path / "folder.yaml").mkdir()
+    with pytest.raises(ConfigError, match="is a folder"):
+        check_kept(tmp_path / "folder.yaml")
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no disk that is full here")
