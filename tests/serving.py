@@ -10,13 +10,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
-import uvicorn
 
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.model.load import LoadedModel
-from kvring_cli.server.app import make_app
 from kvring_cli.server.service import ServeSettings, Service
+from kvring_cli.server.stopping import Server
 
 CHAT = "/v1/chat/completions"
 SMALL = {"max_context": 8192, "kv_capacity": 40 * 64, "prefill_chunk": 256}
@@ -37,7 +36,8 @@ def error(response: httpx.Response, status: int, code: str) -> dict[str, Any]:
 class Live:
     """A running server, and a way into the engine that it serves."""
 
-    def __init__(self, service: Service, port: int) -> None:
+    def __init__(self, service: Service, port: int, server: Server) -> None:
+        self.server = server
         self.service, self.base = service, f"http://127.0.0.1:{port}"
         self.http = httpx.Client(base_url=self.base, timeout=60)
 
@@ -79,13 +79,11 @@ def served(
     service = Service(load or (lambda loaded: Engine(config, model)), settings or ServeSettings(), log)
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    server = uvicorn.Server(
-        uvicorn.Config(make_app(service), log_config=None, lifespan="off", timeout_graceful_shutdown=2)
-    )
+    server = Server(service, grace=1)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     service.start()
-    live = Live(service, listener.getsockname()[1])
+    live = Live(service, listener.getsockname()[1], server)
     try:
         live.wait(lambda: server.started)
         if load is None:

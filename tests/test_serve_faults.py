@@ -34,6 +34,20 @@ def test_who_leaves_while_sending_leaves_no_trace_in_the_log(live, caplog):
     assert not [record for record in caplog.records if record.exc_info or "Exception" in record.getMessage()]
 
 
+def test_who_is_answered_while_the_server_ends_hears_so(phantom, caplog):
+    """The stream broke off after five seconds without a word, and uvicorn printed sixty lines of where it waited."""
+    with served(phantom) as live:
+        asked = body(stream=True, max_tokens=8000, ignore_eos=True)
+        with live.http.stream("POST", CHAT, json=asked) as response:
+            lines = response.iter_lines()
+            next(lines)
+            live.server.should_exit = True
+            rest = [line for line in lines if line]
+        assert "the server is shutting down" in " ".join(rest[-3:])
+        live.wait(lambda: not live.service.worker.alive)
+    assert not [record for record in caplog.records if record.exc_info or "Exception" in record.getMessage()]
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no full disk here")
 def test_a_full_disk_ends_the_request_log_and_no_answer(phantom, capsys):
     with served(phantom, log=RequestLog("/dev/full")) as live:

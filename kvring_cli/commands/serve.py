@@ -141,11 +141,9 @@ def _serve(
     began: float,
     record: Record,
 ) -> None:
-    import uvicorn
-
-    from kvring_cli.server.app import make_app
     from kvring_cli.server.log import RequestLog, ready_lines
     from kvring_cli.server.service import Service
+    from kvring_cli.server.stopping import Server
 
     def load(loaded: Any) -> Any:
         from engine.engine import Engine
@@ -162,8 +160,7 @@ def _serve(
         return engine
 
     service = Service(load, settings, RequestLog(request_log, record.request))
-    config = uvicorn.Config(make_app(service), log_config=None, lifespan="off", timeout_graceful_shutdown=5)
-    server = uvicorn.Server(config)
+    server = Server(service)
     fatal: list[BaseException] = []
 
     def ready(service: Service) -> None:

@@ -110,6 +110,12 @@ class Service:
             self.engine.close()  # both tiers go before new ones are made
             threading.Thread(target=self._bring_up, args=(model,), name="kvring-restart", daemon=True).start()
 
+    def tell_of_the_end(self) -> None:
+        """End every request with the reason, without waiting for it."""
+        self._closed = True
+        if self.worker is not None:
+            self.worker.close(0)
+
     def close(self) -> None:
         """End every request, then the engine."""
         self._closed = True
