@@ -44,7 +44,7 @@ def test_a_pool_that_is_advised_is_one_that_starts(memory, chunk, digest):
         plan(config, **sizes)
     except TooLittleMemory as error:
         told = dict(re.findall(r"--(kv-capacity|prefill-chunk) (\d+)", error.fix))
-        assert "kv-capacity" in told or "smaller model" in error.fix
+        assert "kv-capacity" in told or "smaller model" in error.fix or "--max-context " in error.fix
         if "kv-capacity" in told:
             tokens, chunk = int(told["kv-capacity"]), int(told.get("prefill-chunk", chunk))
             fits = replace(config, kv_capacity=tokens, prefill_chunk=chunk)
@@ -80,6 +80,26 @@ def test_what_a_refusal_for_memory_advises_starts(ram, device, pool, ring, host,
                 plan(replace(config, max_context=told["max_context"] + PAGE), **sizes)
     except ConfigError:
         pass  # a setting is in the way, not memory
+
+
+@given(st.integers(1, 4096))
+def test_a_host_store_that_is_advised_holds_the_context(pages):
+    """Rounded to the nearest hundredth it was a page short, and said the same again."""
+    config = replace(BASE, max_context=pages * PAGE, host_kv_bytes=1)
+    with pytest.raises(ConfigError) as error:
+        plan(config)
+    gib = float(re.search(r"--host-kv-gib ([\d.]+)", error.value.fix)[1])
+    assert plan(replace(config, host_kv_bytes=int(gib * GIB))).logical_pages == pages
+
+
+def test_where_digests_are_too_large_the_context_that_fits_is_named():
+    """It said "a smaller --max-context", without the number."""
+    config = replace(BASE, max_context=131_072, kv_window=2048)
+    sizes = {"weight_bytes": 5 * GIB, "digest_token_bytes": 18_432}
+    with pytest.raises(TooLittleMemory) as error:
+        plan_within(config, SHAPE, 131_072, Memory(64 * GIB, 7 * GIB), staging_pages=64, **sizes)
+    tokens = int(re.search(r"--max-context (\d+) is the largest", error.value.fix)[1])
+    assert plan(replace(config, max_context=tokens), device=7 * GIB, digest=18_432).context == tokens
 
 
 def test_the_arithmetic_of_the_capacity_table():

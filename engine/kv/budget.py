@@ -8,6 +8,7 @@ device         = weights + pool + digests + staging + workspace of one prefill s
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 from engine.config import PAGE, SLACK, EngineConfig
 from engine.errors import ConfigError, TooLittleMemory
@@ -117,10 +118,11 @@ def plan_capacity(
         )
     host = logical if asked is None else asked // shape.page_bytes
     if host < logical:
+        enough = ceil(logical * shape.page_bytes / GIB * 100) / 100  # rounded up: what is told must hold it
         raise ConfigError(
             f"a host store of {format_bytes(asked)} holds {host} pages, the context of {context:,} "
             f"tokens needs {logical} ({format_bytes(logical * shape.page_bytes)})",
-            f"--host-kv-gib {logical * shape.page_bytes / GIB:.2f} or more, or --max-context {host * PAGE}",
+            f"--host-kv-gib {enough:.2f} or more" + (f", or --max-context {host * PAGE}" if host else ""),
         )
     digest_page = PAGE * digest_token_bytes if ring else 0
     host_reason = Capacity.host_reason if asked is None else "--host-kv-gib"
@@ -297,4 +299,4 @@ def _smaller_device(config: EngineConfig, shape: KVShape, capacity: Capacity, li
         workspace = min(workspace, PRODUCT_BYTES) + (workspace - min(workspace, PRODUCT_BYTES)) // 2
         chunk //= 2
     alone = f"weights and digests alone take {format_bytes(fixed)}"
-    return f"{alone}: use a smaller model or --max-context, or --weights q4_k of a plain one"
+    return f"{alone}: use a smaller model, {SHORTER}, or --weights q4_k of a plain one"

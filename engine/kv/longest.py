@@ -25,7 +25,7 @@ def plan_within(config: EngineConfig, shape: KVShape, trained_context: int, memo
     except TooLittleMemory as error:
         tokens, _ = longest(plan, config, config.max_context or trained_context)
         if config.max_context is not None or not tokens:
-            if error.fix != SHORTER:
+            if error.fix != SHORTER and not (tokens and SHORTER in error.fix):
                 raise
             raise TooLittleMemory(error.message, _what_fits(plan, config, tokens, trained_context)) from None
     capacity = plan(replace(config, max_context=tokens))
