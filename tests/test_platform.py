@@ -65,12 +65,18 @@ def test_processors_that_a_virtual_machine_gives_one_name_have_rows_of_their_own
     assert classes == ["amd-epyc-family-25-model-1-cpu", "amd-epyc-family-25-model-17-cpu"]
 
     says = {"ProcessorNameString": "AMD EPYC  ", "Identifier": "AMD64 Family 25 Model 17 Stepping 1"}
-    registry = SimpleNamespace(
-        HKEY_LOCAL_MACHINE=0, OpenKey=lambda *_: nullcontext(says), QueryValueEx=lambda key, name: (key[name], 1)
-    )
+
+    def value(key, name):
+        if name not in key:
+            raise FileNotFoundError(2, "The system cannot find the file specified")
+        return key[name], 1
+
+    registry = SimpleNamespace(HKEY_LOCAL_MACHINE=0, OpenKey=lambda *_: nullcontext(says), QueryValueEx=value)
     assert Windows(Kernel32(), registry).cpu().hardware_class == classes[1], "Windows' number of it is the same"
     says["Identifier"] = "something else"
     assert Windows(Kernel32(), registry).cpu().hardware_class == "amd-epyc-cpu"
+    del says["Identifier"]
+    assert Windows(Kernel32(), registry).cpu().name == "AMD EPYC", "a name is kept where the other value is missing"
     (tmp_path / "proc/cpuinfo").write_text("processor: 0\nmodel name\t: Cortex-A76\n\n")
     assert Linux(tmp_path).cpu().hardware_class == "cortex-a76-cpu"
 

@@ -238,13 +238,17 @@ class Windows(Platform):
                 self._registry = winreg
             registry = self._registry
             with registry.OpenKey(registry.HKEY_LOCAL_MACHINE, key) as opened:
-                name, identifier = (
-                    str(registry.QueryValueEx(opened, value)[0]) for value in ("ProcessorNameString", "Identifier")
-                )
+                name, identifier = (self._said(opened, value) for value in ("ProcessorNameString", "Identifier"))
         except (ImportError, OSError):
             return platform.processor(), ""
         kind = re.search(r"Family \w+ Model \w+", identifier)
-        return name.strip(), kind[0].lower() if kind else ""
+        return name or platform.processor(), kind[0].lower() if kind else ""
+
+    def _said(self, key: Any, value: str) -> str:
+        try:
+            return str(self._registry.QueryValueEx(key, value)[0]).strip()
+        except OSError:
+            return ""
 
     def _limited_by(self) -> str:
         return "free RAM, or the commit limit: RAM plus page file"
