@@ -152,6 +152,14 @@ def test_the_pool_that_a_refusal_offers_is_accepted():
     assert plan(replace(config, kv_capacity=offered), device=7 * GIB, digest=36 * 8 * 68).pool_pages == offered // 64
 
 
+def test_where_no_context_fits_none_is_offered():
+    sizes = {"weight_bytes": 5 * GIB, "digest_token_bytes": 36 * 8 * 68, "staging_pages": 64}
+    for context in (None, 65_536):
+        with pytest.raises(TooLittleMemory) as refused:
+            plan_within(replace(BASE, max_context=context), SHAPE, 262_144, Memory(64 * GIB, 5 * GIB + MIB), **sizes)
+        assert "a smaller model" in refused.value.fix and "--max-context" not in refused.value.fix
+
+
 def test_without_a_wish_the_context_shrinks_to_what_the_host_holds_and_says_so():
     capacity = plan(replace(BASE, max_context=None), ram=20 * GIB)
     assert capacity.context == 138_304 and "host memory holds no more" in capacity.notes[0]

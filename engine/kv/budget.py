@@ -294,9 +294,10 @@ def _smaller_device(config: EngineConfig, shape: KVShape, capacity: Capacity, li
     while chunk >= PAGE:  # a pool must hold a chunk: where the rest is too small for one, smaller chunks leave more
         pool = (limit - fixed - workspace) // shape.page_bytes
         if pool >= least_pages(config.sink, max(chunk, recalled)):
-            smaller = f"--prefill-chunk {chunk} " if chunk < asked else ""
+            smaller = f"--prefill-chunk {chunk} together with " if chunk < asked else ""
             return f"{smaller}--kv-capacity {pool * PAGE} is the largest pool that fits"
         workspace = min(workspace, PRODUCT_BYTES) + (workspace - min(workspace, PRODUCT_BYTES)) // 2
         chunk //= 2
-    alone = f"weights and digests alone take {format_bytes(fixed)}"
-    return f"{alone}: use a smaller model, {SHORTER}, or --weights q4_k of a plain one"
+    return (
+        f"{format_bytes(fixed)} are taken beside a pool: {SHORTER}, a smaller model, or --weights q4_k of a plain one"
+    )

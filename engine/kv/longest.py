@@ -25,18 +25,21 @@ def plan_within(config: EngineConfig, shape: KVShape, trained_context: int, memo
     except TooLittleMemory as error:
         tokens, _ = longest(plan, config, config.max_context or trained_context)
         if config.max_context is not None or not tokens:
-            if error.fix != SHORTER and not (tokens and SHORTER in error.fix):
-                raise
-            raise TooLittleMemory(error.message, _what_fits(plan, config, tokens, trained_context)) from None
+            fix = _with_numbers(error.fix, tokens, plan, config, trained_context)
+            raise TooLittleMemory(error.message, fix) from None
     capacity = plan(replace(config, max_context=tokens))
     note = f"context {tokens:,} tokens: memory holds no more of the model's {trained_context:,} beside weights and pool"
     return replace(capacity, notes=(*capacity.notes, note))
 
 
-def _what_fits(plan: Callable[[EngineConfig], Any], config: EngineConfig, tokens: int, trained: int) -> str:
-    """tokens: the longest context with these settings; 0: none."""
-    if tokens:
+def _with_numbers(
+    fix: str, tokens: int, plan: Callable[[EngineConfig], Any], config: EngineConfig, trained: int
+) -> str:
+    """tokens: the longest context with these settings; 0: none, and none is offered then."""
+    if tokens and SHORTER in fix:
         return f"--max-context {tokens} is the largest that fits"
+    if fix != SHORTER:
+        return fix.replace(f"{SHORTER}, ", "")
     if isinstance(config.host_kv_bytes, int):  # it is taken whole, whatever the context
         asked = config.max_context or trained
         tokens, _ = longest(plan, replace(config, host_kv_bytes=None), asked)
