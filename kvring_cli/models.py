@@ -93,8 +93,12 @@ def resolve(name: str) -> Path:
     """The folder or file of a model. Raises ModelError with the nearest names and how to get them."""
     path = find(name)
     if path is None:
-        raise ModelError(f"there is no model '{name[:200]}', neither a path nor a known name", _what_else(name))
+        raise unknown(name, _what_else(name))
     return path
+
+
+def unknown(name: str, fix: str) -> ModelError:
+    return ModelError(f"there is no model '{name[:200]}', neither a path nor a known name", fix)
 
 
 def find(name: str) -> Path | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import ConfigError, ModelError
+from engine.errors import ConfigError
 from engine.model.sizes import PUBLISHED as SIZES
 from engine.model.sizes import Sizes, Weighed
 from kvring_cli.names import did_you_mean
@@ -131,10 +131,8 @@ def shape_of(model: str) -> Shape:
     path = models.find(model)
     if path is None:
         names = [*PUBLISHED, *models.NAMES]
-        raise ModelError(
-            f"there is no model '{model[:200]}', neither a path nor a known name",
-            f"{did_you_mean(model, names)}names: {', '.join(names)}; or give a Hugging Face folder or a .gguf file",
-        )
+        listed = f"names: {', '.join(names)}; or give a Hugging Face folder or a .gguf file"
+        raise models.unknown(model, did_you_mean(model, names) + listed)
     import torch
 
     from engine.model.load import open_model

@@ -51,10 +51,8 @@ def page(topic: str, language: str = "en") -> str:
         raise ConfigError(
             f"the guide has no topic '{topic[:60]}'", f"{did_you_mean(topic, TOPICS)}topics: {', '.join(TOPICS)}"
         )
-    text = re.sub(
-        r"(?<=[^\x00-\x7f])\n(?=[^\x00-\x7f])", "", _source(topic, language)
-    )  # Chinese: no space between lines
-    return _filled(text, topic, language)
+    between = r"(?<=[^\x00-\x7f])\n(?=[^\x00-\x7f])"  # Chinese has no space where a line ended
+    return _filled(re.sub(between, "", _source(topic, language)), topic, language)
 
 
 def title(topic: str, language: str = "en") -> str:
